@@ -134,9 +134,11 @@ def cases() -> Iterator[Case]:
     yield Case("sliding window, head 128", every_length, longer, head_size=128, left_window=row // 8)
     ones = np.arange(len(lengths) + 1, dtype=np.int32)
     yield Case("one query a segment", ones, ones + borders(lengths))
-    some = np.where(np.arange(len(lengths)) % 3, lengths, 0)  # the first of three has no queries, with keys or without
-    keys = some + np.where(np.arange(len(lengths)) % 2, 0, 40)
-    yield Case("empty segments", borders(some), borders(keys))
+    partial_lengths = np.where(
+        np.arange(len(lengths)) % 3, lengths, 0
+    )  # the first of three has no queries, with keys or without
+    keys = partial_lengths + np.where(np.arange(len(lengths)) % 2, 0, 40)
+    yield Case("empty segments", borders(partial_lengths), borders(keys))
     for window in (1, 8, 32, 128):
         small = build_layout(row, (), window).cu_seqlens
         yield Case(f"window {window}", small, small)
@@ -177,9 +179,9 @@ def inputs(case: Case) -> list[Tensor]:
     return [torch.randn(shape, **options) for shape in [*shapes, *[(case.heads,)] * case.sinks]]
 
 
-def run(attend: Attend, case: Case, dtype: torch.dtype, given: list[Tensor]) -> list[Tensor]:
+def run(attend: Attend, case: Case, dtype: torch.dtype, tensors: list[Tensor]) -> list[Tensor]:
     """Compute the output and the gradients of queries, keys, values and sinks."""
-    query, key, value, grad, *sinks = (x.detach().to(dtype) for x in given)
+    query, key, value, grad, *sinks = (x.detach().to(dtype) for x in tensors)
     leaves = [x.requires_grad_() for x in (query, key, value, *sinks)]
     if case.strided:
         query = torch.cat([query] * 2, dim=1).chunk(2, dim=1)[1]

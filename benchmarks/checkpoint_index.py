@@ -84,8 +84,8 @@ class Layout:
 
     def shards(self, rank: int) -> list[Shard]:
         """Return what a rank holds: its weights, which the first data-parallel rank writes, and its optimizer state."""
-        tensor, others = rank % self.tensor, rank // self.tensor
-        data, pipeline = others % self.data, others // self.data
+        tensor, outer_rank = rank % self.tensor, rank // self.tensor
+        data, pipeline = outer_rank % self.data, outer_rank // self.data
         weights = list(self.weights(tensor, pipeline))
         total = sum(math.prod(weight.sizes) for weight in weights)
         begin, end = total * data // self.data, total * (data + 1) // self.data

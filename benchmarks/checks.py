@@ -60,7 +60,7 @@ def transformer_engine() -> dict[str, Any]:
     weight = layer.weight.detach().float()
     exact = hidden.detach().float() @ weight.T, weight.sum(dim=0).expand(128, -1)
     pairs = zip((out.float(), gradient), exact, strict=True)
-    error = max(((got - want).norm() / want.norm()).item() for got, want in pairs)
+    error = max(((actual - want).norm() / want.norm()).item() for actual, want in pairs)
     return {"relative_error": error, "ok": error < 0.02}
 
 

@@ -152,9 +152,9 @@ def bound(records: Records) -> None:
     for (model, sizes), cp_size, documents in itertools.product(MODELS.items(), (8, 16), (1, 2, 4)):
         ends = np.arange(1, documents) * (128 * K // documents)
         layout = build_layout(128 * K, ends, 128 * K)
-        made = plan(layout, cp_size, "balanced")
-        balance = float(made.pairs.max() / made.pairs.mean())
-        sent = {"exchange": int(made.rows_moved.sum()) * sizes.key}
+        cp_plan = plan(layout, cp_size, "balanced")
+        balance = float(cp_plan.pairs.max() / cp_plan.pairs.mean())
+        sent = {"exchange": int(cp_plan.rows_moved.sum()) * sizes.key}
         if heads_can_be_exchanged(sizes.heads, sizes.key_heads, cp_size):
             keys = sizes.heads_key * sizes.key_heads * copies_of_keys(sizes.key_heads, cp_size)
             sent["ulysses"] = layout.tokens * (cp_size - 1) // cp_size * (sizes.query + keys)

@@ -104,8 +104,8 @@ def train(
         token for token in description["added_tokens"] if token["content"] in (SPECIAL, "<unk>")
     ]
     tokenizer = Tokenizer.from_str(json.dumps(description))
-    nothing = description["normalizer"] == NO_NORMALIZER  # such tokenizers have added tokens of both kinds
-    tokenizer.add_tokens([AddedToken(text, normalized=nothing and text == "</think>") for text in ADDED])
+    normalizes_nothing = description["normalizer"] == NO_NORMALIZER  # such tokenizers have added tokens of both kinds
+    tokenizer.add_tokens([AddedToken(text, normalized=normalizes_nothing and text == "</think>") for text in ADDED])
     ours.write_tokenizer(tokenizer, folder, eos_token=SPECIAL)
 
 

@@ -154,9 +154,9 @@ def parity(sizes: argparse.Namespace, records: Records) -> None:
 
     def errors(name: str, head: Head) -> dict[str, object]:
         problem.clear()
-        got = [backward(head, problem).detach(), *problem.grads()]
+        actual = [backward(head, problem).detach(), *problem.grads()]
         largest_errors = [
-            ((a.double() - b).abs().max() / b.abs().max()).item() for a, b in zip(got, exact, strict=True)
+            ((a.double() - b).abs().max() / b.abs().max()).item() for a, b in zip(actual, exact, strict=True)
         ]
         if not allowed:
             allowed.extend(2 * error + 1e-6 for error in largest_errors)

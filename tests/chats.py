@@ -41,8 +41,14 @@ def put_wide_tokenizer(folder: Path) -> Path:
     """A tokenizer of 257 ids, and of two more that a model of 257 rows has none for: <pad>, and <tool> in a text."""
     train_bpe(["x"], 257, folder)
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    more = {str(257 + i): {"content": one, "special": not i, **flags} for i, one in enumerate(("<pad>", "<tool>"))}
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "added_tokens_decoder": more}
+    added_tokens = {
+        str(257 + i): {"content": token, "special": not i, **flags} for i, token in enumerate(("<pad>", "<tool>"))
+    }
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|endoftext|>",
+        "added_tokens_decoder": added_tokens,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
@@ -54,13 +60,13 @@ def conversations(count: int, seed: int = 0) -> list[list[dict[str, Any]]]:
     def text() -> str:
         return " ".join(rng.choices(WORDS, k=rng.randint(1, 12)))
 
-    found = []
+    chats = []
     for _ in range(count):
         chat = [{"role": "system", "content": text()}] if rng.random() < 0.3 else []
         for _ in range(rng.randint(1, 3)):
             chat += [{"role": "user", "content": text()}, {"role": "assistant", "content": text()}]
-        found.append(chat)
-    return found
+        chats.append(chat)
+    return chats
 
 
 def put_chats(file: Path, chats: list[Any], field: str = "messages") -> Path:

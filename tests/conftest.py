@@ -58,7 +58,10 @@ class SmallData:
 def slow_but(quick: Collection[object], values: Iterable[object]) -> list[object]:
     """Return the values as parameters of a test; all but the quick ones are slow."""
     slow = {"marks": pytest.mark.slow}
-    return [one if one in quick else pytest.param(*(one if type(one) is tuple else [one]), **slow) for one in values]
+    return [
+        value if value in quick else pytest.param(*(value if type(value) is tuple else [value]), **slow)
+        for value in values
+    ]
 
 
 def refused(call: Callable[..., object], *arguments: Any, **options: Any) -> str:
@@ -78,8 +81,8 @@ def small_data(alone: Commands, tmp_path_factory: pytest.TempPathFactory) -> Sma
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
     corpus, tokenizer = folder / "corpus.jsonl", folder / "tokenizer"
     alone.run("tools/train_tokenizer.py", "--input", corpus, "--vocab-size", VOCABULARY, "--output", tokenizer)
-    made = ["--input", corpus, "--output-prefix", folder / "corpus", "--tokenizer-model", tokenizer]
-    alone.run("tools/preprocess_data.py", *made)
+    flags = ["--input", corpus, "--output-prefix", folder / "corpus", "--tokenizer-model", tokenizer]
+    alone.run("tools/preprocess_data.py", *flags)
     return SmallData(folder / "corpus", tokenizer, eod=Tokenizer(tokenizer).eod_id)
 
 
@@ -110,14 +113,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     assert torch.cuda.is_available() == ON_GPU, "ON_GPU=1 needs a GPU that torch can see"
-    others = [item for item in items if ON_GPU and item.get_closest_marker("gpu") is None]
+    deselected = [item for item in items if ON_GPU and item.get_closest_marker("gpu") is None]
     cases: dict[str, list[pytest.Item]] = defaultdict(list)  # by test
     for item in items:
         cases[item.nodeid.split("[")[0]].append(item)
     every = config.getoption("--one-of")
-    others += [case for of_test in cases.values() for number, case in enumerate(of_test) if number % every]
-    config.hook.pytest_deselected(items=others)
-    left_out = set(others)
+    deselected += [case for of_test in cases.values() for number, case in enumerate(of_test) if number % every]
+    config.hook.pytest_deselected(items=deselected)
+    left_out = set(deselected)
     items[:] = [item for item in items if item not in left_out]
 
 
@@ -130,7 +133,8 @@ def _texts() -> Iterator[str]:
     syllables = [consonant + vowel for consonant in "bcdfghklmnprstvz" for vowel in "aeiouéä"]
     words = ["".join(syllables[int(112 * draw())] for _ in range(1 + int(3 * draw()))) for _ in range(1500)]
     for length in range(16):
-        text, word = "", 0
+        text = ""
+        word = 0
         while len(text) < 2000 * 1.3**length:
             follows = draw() < 0.8  # otherwise any, the first ones most often
             word = (17 * word + int(4 * draw() ** 2)) % 1500 if follows else int(1500 * draw() ** 3)

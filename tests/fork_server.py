@@ -60,19 +60,19 @@ def serve() -> None:
 
 
 def do(job: dict[str, Any], main: Callable[..., Any] | None) -> None:
-    """Do a job in this child and leave, with the exit status in `said`.status."""
+    """Do a job in this child and leave, with the exit status in `output`.status."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     os.setsid()
     os.chdir(job["folder"])
     os.environ.update(job["environment"])
-    said = job["said"]
+    output = job["output"]
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    native = os.open(f"{said}.native", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)  # of libraries: Gloo greets its peers
+    native = os.open(f"{output}.native", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)  # of libraries: Gloo greets its peers
     os.dup2(native, 1)
     os.dup2(native, 2)
-    sys.stdout = open(f"{said}.stdout", "w", buffering=1)  # noqa: SIM115
-    sys.stderr = open(f"{said}.stderr", "w", buffering=1)  # noqa: SIM115
+    sys.stdout = open(f"{output}.stdout", "w", buffering=1)  # noqa: SIM115
+    sys.stderr = open(f"{output}.stderr", "w", buffering=1)  # noqa: SIM115
     status: Any = 1
     try:
         status = call(job) if "call" in job else command(job, main)
@@ -87,9 +87,9 @@ def do(job: dict[str, Any], main: Callable[..., Any] | None) -> None:
             child.terminate()
         sys.stdout.flush()
         sys.stderr.flush()
-        aside = Path(f"{said}.status.new")
+        aside = Path(f"{output}.status.new")
         aside.write_text(f"{status or 0}\n")
-        aside.rename(f"{said}.status")
+        aside.rename(f"{output}.status")
         os._exit(int(status or 0) & 255)
 
 
@@ -101,7 +101,7 @@ def command(job: dict[str, Any], main: Callable[..., Any] | None) -> Any:
 
 
 def call(job: dict[str, Any]) -> int:
-    """Call a function as one rank of a gloo group, and leave its pickled answer in `said`.answer."""
+    """Call a function as one rank of a gloo group, and leave its pickled answer in `output`.answer."""
     import torch.distributed as dist
 
     sys.path += [folder for folder in job["path"] if folder not in sys.path]
@@ -112,7 +112,7 @@ def call(job: dict[str, Any]) -> int:
         store = f"file://{job['call']}.store"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size, timeout=timeout)
     answer = function(rank, *args)
-    Path(f"{job['said']}.answer").write_bytes(pickle.dumps(answer))
+    Path(f"{job['output']}.answer").write_bytes(pickle.dumps(answer))
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

@@ -62,8 +62,9 @@ class Running:
         processes: of its ranks in order, None for one that ended at once; or torchrun's agent.
     """
 
-    def __init__(self, processes: Sequence[psutil.Process | None], said: Sequence[Path]) -> None:
-        self.processes, self._said = list(processes), said
+    def __init__(self, processes: Sequence[psutil.Process | None], outputs: Sequence[Path]) -> None:
+        self.processes = list(processes)
+        self._outputs = outputs
 
     def signal(self, number: signal.Signals, rank: int = 0) -> None:
         process = self.processes[rank]
@@ -115,8 +116,8 @@ class Running:
         self.wait(30)
 
     def done(self) -> list[Done]:
-        """What each process has left so far, rank by rank."""
-        return [Done(_status(said), _text(f"{said}.stdout"), _text(f"{said}.stderr")) for said in self._said]
+        """Return what each process has left so far, rank by rank."""
+        return [Done(_status(output), _text(f"{output}.stdout"), _text(f"{output}.stderr")) for output in self._outputs]
 
     @property
     def statuses(self) -> list[int | None]:
@@ -125,8 +126,8 @@ class Running:
     def words(self) -> str:
         """The last that each rank wrote, those first that did not merely lose another one."""
         ranks = []
-        for rank, (said, done) in enumerate(zip(self._said, self.done(), strict=True)):
-            written = done.stderr[-4000:] + _text(f"{said}.native")[-1000:]
+        for rank, (output, done) in enumerate(zip(self._outputs, self.done(), strict=True)):
+            written = done.stderr[-4000:] + _text(f"{output}.native")[-1000:]
             ranks.append(f"rank {rank}, exit {done.status}:\n{written}")
         return "\n".join(sorted(ranks, key=lambda text: "gloo/transport" in text))
 
@@ -144,7 +145,9 @@ class Commands:
         environment: Mapping[str, str] | None = None,
         server: str = FORK_SERVER,
     ) -> None:
-        self._processes, self._folder, self._environment = processes, folder, environment or {}
+        self._processes = processes
+        self._folder = folder
+        self._environment = environment or {}
         self._server = server
 
     def start(self, script: str, *flags: object) -> Running:
@@ -188,7 +191,7 @@ def call(
     running.finish(timeout_s)
     if running.statuses != [0] * processes:
         raise RuntimeError(f"{function.__name__}: {running.words()}")
-    return [pickle.loads(Path(f"{said}.answer").read_bytes()) for said in running._said]
+    return [pickle.loads(Path(f"{output}.answer").read_bytes()) for output in running._outputs]
 
 
 _NUMBERS = itertools.count()
@@ -200,8 +203,8 @@ _SERVERS: dict[str, list[subprocess.Popen[str]]] = defaultdict(list)
 
 def clean_environment() -> dict[str, str]:
     """This process's environment, from which conftest.py hides GPUs, without a launcher's words."""
-    mine = {name: value for name, value in os.environ.items() if name not in RENDEZVOUS}
-    return mine | {"OMP_NUM_THREADS": "1"}
+    variables = {name: value for name, value in os.environ.items() if name not in RENDEZVOUS}
+    return variables | {"OMP_NUM_THREADS": "1"}
 
 
 def _start(
@@ -212,11 +215,11 @@ def _start(
         command = [sys.executable, "-m", *server.split()]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         servers.append(subprocess.Popen(command, cwd=ROOT, env=clean_environment(), **pipes))  # type: ignore[call-overload]
-    said = [_OUTPUTS / f"{number}.{rank}" for number in [next(_NUMBERS)] for rank in range(processes)]
+    outputs = [_OUTPUTS / f"{number}.{rank}" for number in [next(_NUMBERS)] for rank in range(processes)]
     meeting = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     for rank, process in enumerate(servers[:processes]):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | meeting if processes > 1 or launched else {}
-        process.stdin.write(json.dumps(job | {"said": str(said[rank]), "environment": place | environment}) + "\n")
+        process.stdin.write(json.dumps(job | {"output": str(outputs[rank]), "environment": place | environment}) + "\n")
         process.stdin.flush()
     children = []
     for process in servers[:processes]:
@@ -226,7 +229,7 @@ def _start(
             children.append(psutil.Process(int(answer)))
         except psutil.NoSuchProcess:
             children.append(None)
-    return Running(children, said)
+    return Running(children, outputs)
 
 
 def free_port() -> int:
@@ -242,29 +245,29 @@ def _text(path: str) -> str:
     return Path(path).read_text(errors="replace") if Path(path).exists() else ""
 
 
-def _status(said: Path) -> int | None:
-    text = _text(f"{said}.status")
+def _status(output: Path) -> int | None:
+    text = _text(f"{output}.status")
     return int(text) if text else None
 
 
 def torchrun(processes: int, script: str | Path, *flags: object) -> "Agent":
     """Begin `script` as a user does, by torchrun or plain Python, in a session of its own; return while it runs."""
-    said = _OUTPUTS / f"{next(_NUMBERS)}"
+    output = _OUTPUTS / f"{next(_NUMBERS)}"
     command = [sys.executable]
     if processes > 1:
         command += ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
         command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
     command += [str(ROOT / script), *map(str, flags)]
-    with Path(f"{said}.stdout").open("wb") as out, Path(f"{said}.stderr").open("wb") as err:
+    with Path(f"{output}.stdout").open("wb") as out, Path(f"{output}.stderr").open("wb") as err:
         pipes = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
-        return Agent(psutil.Popen(command, cwd=ROOT, env=clean_environment(), start_new_session=True, **pipes), said)
+        return Agent(psutil.Popen(command, cwd=ROOT, env=clean_environment(), start_new_session=True, **pipes), output)
 
 
 class Agent(Running):
     """A command under torchrun, or of one interpreter; its exit status and output are torchrun's."""
 
-    def __init__(self, agent: psutil.Popen, said: Path) -> None:
-        super().__init__([agent], [said])
+    def __init__(self, agent: psutil.Popen, output: Path) -> None:
+        super().__init__([agent], [output])
         self.agent = agent
 
     def workers(self) -> list[psutil.Process]:
@@ -284,5 +287,5 @@ class Agent(Running):
 
     def done(self) -> list[Done]:
         """The agent's exit status, None while it runs, and what it and its workers have written."""
-        (said,) = self._said
-        return [Done(self.agent.poll(), _text(f"{said}.stdout"), _text(f"{said}.stderr"))]
+        (output,) = self._outputs
+        return [Done(self.agent.poll(), _text(f"{output}.stdout"), _text(f"{output}.stderr"))]

@@ -25,7 +25,8 @@ def one_process() -> Iterator[None]:
 
 def build_models(*configs: Config) -> list[PackedGPT]:
     """Build whole models with initial weights, inside `one_process`."""
-    here, models = platform.choose("cpu"), []
+    here = platform.choose("cpu")
+    models = []
     ranks = parallel.start(configs[0].parallel, configs[0].model.num_layers, here, seed=1)
     for config in configs:
         size = config.model.vocab_size

@@ -114,8 +114,8 @@ def refusal(done: Done) -> str:
 
 def refusal_of_all(processes: Sequence[Done]) -> str:
     """The one line with which all processes refused their input: the first one prints it."""
-    first, *others = processes
-    assert [(done.status, done.stderr.count("error: ")) for done in others] == [(2, 0)] * len(others)
+    first, *later_ranks = processes
+    assert [(done.status, done.stderr.count("error: ")) for done in later_ranks] == [(2, 0)] * len(later_ranks)
     return refusal(first)
 
 
@@ -130,7 +130,7 @@ def series(run: Path, key: str) -> list[Any]:
 
 
 def without_times(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What must not differ between two runs of the same."""
+    """Return what must not differ between two runs of the same."""
     return [{key: value for key, value in record.items() if not TIMES.fullmatch(key)} for record in records]
 
 
@@ -139,7 +139,8 @@ def relative(ours: Sequence[Any], theirs: Sequence[Any], least: float = 0.0) -> 
     a, b = np.asarray(ours, dtype=np.float64), np.asarray(theirs, dtype=np.float64)
     assert a.shape == b.shape, (a.shape, b.shape)
     assert np.isfinite(a).all(), ours
-    apart, size = np.abs(a - b), np.maximum(np.abs(b), least)
+    apart = np.abs(a - b)
+    size = np.maximum(np.abs(b), least)
     return float(np.max(np.divide(apart, size, out=np.where(apart == 0, 0.0, np.inf), where=size != 0), initial=0.0))
 
 

@@ -39,7 +39,8 @@ def test_literal_rows() -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_token_is_on_one_rank_and_each_knows_where_all_are(size: int) -> None:
-    tokens, masks = lay_end_to_end(ROWS), MaskOptions(document_mask=True).at(4, [row.document_ends for row in ROWS], 4)
+    tokens = lay_end_to_end(ROWS)
+    masks = MaskOptions(document_mask=True).at(4, [row.document_ends for row in ROWS], 4)
     trained, labels = torch.from_numpy(tokens.trained), torch.from_numpy(tokens.labels)
     scores = RowScores(trained_T=trained, labels_T=labels, samples=(0, 1), seeds=(0, 1))
     held = []
@@ -47,10 +48,10 @@ def test_every_token_is_on_one_rank_and_each_knows_where_all_are(size: int) -> N
         group = ContextGroup(rank, size, None)
         context = ContextOptions(group=group, policy="balanced", scheme=None, heads=4, key_heads=2)
         batch = assemble(tokens, masks, context, scores)
-        own = batch.places.of_rank(rank)
-        assert batch.tokens_t.tolist() == tokens.tokens[own.numpy()].tolist()
-        assert [len(batch.places.of_rank(other)) for other in range(size)] == list(batch.places.counts)
-        held += own.tolist()
+        rank_tokens = batch.places.of_rank(rank)
+        assert batch.tokens_t.tolist() == tokens.tokens[rank_tokens.numpy()].tolist()
+        assert [len(batch.places.of_rank(peer)) for peer in range(size)] == list(batch.places.counts)
+        held += rank_tokens.tolist()
     assert sorted(held) == list(range(8))
     sampled = assemble(tokens, masks, context, scores, sampled=np.arange(3))
     on_device = list(tensors_of(sampled.to(torch.device("meta"))))
@@ -58,9 +59,15 @@ def test_every_token_is_on_one_rank_and_each_knows_where_all_are(size: int) -> N
     assert {tensor.device.type for tensor in on_device} == {"meta"}
 
 
-def tensors_of(given: Any) -> Iterator[torch.Tensor]:
+def tensors_of(value_or_carrier: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in dataclasses and tuples."""
-    if isinstance(given, torch.Tensor):
-        yield given
-    for value in given if type(given) is tuple else vars(given).values() if is_dataclass(given) else []:
+    if isinstance(value_or_carrier, torch.Tensor):
+        yield value_or_carrier
+    for value in (
+        value_or_carrier
+        if type(value_or_carrier) is tuple
+        else vars(value_or_carrier).values()
+        if is_dataclass(value_or_carrier)
+        else []
+    ):
         yield from tensors_of(value)

@@ -11,7 +11,7 @@ COMMANDS = [*sorted((ROOT / "tools").rglob("*.py")), ROOT / "pretrain_skyladder.
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
-    """Yield every imported module or name, inside functions too, and those of import_module("...")."""
+    """Yield every imported module or name, inside functions too, and the names in import_module("...")."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -69,8 +69,8 @@ def room_of(path: str) -> str | None:
 
 def rooms_imported(path: Path) -> set[str]:
     names = (name.split(".") for name in imports(parsed(path)))
-    found = {room_of("/".join(name[1:])) for name in names if name[0] == "megatron_ext"}
-    return {room for room in found if room is not None}
+    rooms = {room_of("/".join(name[1:])) for name in names if name[0] == "megatron_ext"}
+    return {room for room in rooms if room is not None}
 
 
 def test_every_module_has_a_room() -> None:
@@ -80,18 +80,22 @@ def test_every_module_has_a_room() -> None:
 
 
 def test_imports_go_one_way() -> None:
-    """None to commands: tools/ is installed as megatron_ext.tools."""
+    """No room imports commands: tools/ is installed as megatron_ext.tools."""
     commands = ("megatron_ext.tools.", "megatron_ext.examples.", "tools.", "pretrain_skyladder.")
     for path in PACKAGE:
         room = room_of(str(path.relative_to(ROOT / "megatron_ext")))
         if room is not None:
-            later = {other for other in rooms_imported(path) - {room} if LINE_OF[other] >= LINE_OF[room]}
+            later = {
+                imported_room
+                for imported_room in rooms_imported(path) - {room}
+                if LINE_OF[imported_room] >= LINE_OF[room]
+            }
             assert not later, path
         assert not [name for name in imports(parsed(path)) if f"{name}.".startswith(commands)], path
 
 
 def compares_block(tree: ast.AST) -> bool:
-    """Whether a value of --block is compared with text, whether alone or in a tuple."""
+    """Return whether a value of --block is compared with text, alone or in a tuple."""
     for node in (node for node in ast.walk(tree) if isinstance(node, ast.Compare)):
         sides = [node.left, *node.comparators]
         asks = any(isinstance(side, ast.Attribute) and side.attr == "block" for side in sides)

@@ -64,10 +64,10 @@ def test_which_processes_print(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert end(missing, capsys) == (2, "error: rank 1: a: No such file\n")
     assert end(LaunchError("x"), capsys) == (2, "error: rank 1: x\n")
     assert end(KeyError("x"), capsys)[1].startswith("rank 1: Traceback ")
-    other = OtherProcessError("another process has failed: x")
-    assert end(other, capsys) == (1, "")
+    error = OtherProcessError("another process has failed: x")
+    assert end(error, capsys) == (1, "")
     monkeypatch.setenv("RANK", "0")
-    assert end(other, capsys) == (1, "another process has failed: x\n")
+    assert end(error, capsys) == (1, "another process has failed: x\n")
 
 
 @pytest.mark.parametrize(

@@ -55,28 +55,28 @@ def test_every_command_of_the_page_runs(
     (tmp_path / "TOKENIZER").symlink_to(small_data.tokenizer)
     (tmp_path / "train.sh").write_text(SCRIPT, encoding="utf-8")
     write_theirs(tmp_path / "DATA", [PERIOD.repeat(100).numpy()], 1024)
-    given = Arguments(words_of([str(tmp_path / "train.sh"), "CHECKPOINTS", "TOKENIZER", "DATA"])[0])
-    assert not given.missing
-    args = defaults(version) | given.values
+    arguments = Arguments(words_of([str(tmp_path / "train.sh"), "CHECKPOINTS", "TOKENIZER", "DATA"])[0])
+    assert not arguments.missing
+    args = defaults(version) | arguments.values
     args |= {"params_dtype": torch.float32, "padded_vocab_size": 1024, "consumed_train_samples": 6}
-    theirs = tmp_path / "CHECKPOINTS"
-    losses = call(train, 1, theirs, version, args, {}, None)[0]
-    (theirs / "latest_checkpointed_iteration.txt").write_text("3")  # of six steps
+    checkpoints = tmp_path / "CHECKPOINTS"
+    losses = call(train, 1, checkpoints, version, args, {}, None)[0]
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text("3")  # of six steps
 
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PET_MASTER_PORT": str(free_port())}  # torchrun's own
     environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    said = {}
+    outputs = {}
     for command in COMMANDS:
         here = ["bash", "-ec", re.sub("(--nproc-per-node|--world-size) 8", r"\1 2", command)]
         done = subprocess.run(here, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-        said[command] = done.stdout
+        outputs[command] = done.stdout
     first = read_jsonl(tmp_path / "runs" / "mine" / "metrics.jsonl")[0]
     assert (first["step"], first["train_loss"]) == (0, pytest.approx(losses[3], rel=1e-5))
-    same = read_jsonl(tmp_path / "runs" / "same" / "metrics.jsonl")
-    assert [record["step"] for record in same] == [3, 4, 5]
-    assert [record["train_loss"] for record in same] == pytest.approx(losses[3:], rel=1e-5)
-    assert said[COMMANDS[-1]].startswith(
+    continued = read_jsonl(tmp_path / "runs" / "same" / "metrics.jsonl")
+    assert [record["step"] for record in continued] == [3, 4, 5]
+    assert [record["train_loss"] for record in continued] == pytest.approx(losses[3:], rel=1e-5)
+    assert outputs[COMMANDS[-1]].startswith(
         "Megatron-LM loads it with --load back --finetune --use-checkpoint-args --norm-epsilon 1e-06\n"
     )
     back = call(load, 1, tmp_path / "back" / "iter_0000006", args, {})[0]

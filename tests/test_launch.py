@@ -76,7 +76,7 @@ TASKS = (
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: next(iter(task)))
 def test_one_of_several_tasks_needs_a_rank(task: dict[str, str]) -> None:
-    """Without one it would do the work of all, as its neighbours do."""
+    """A task without a rank would do the work of all, as its neighbours do."""
     alone = {name: value.replace("2", "1") for name, value in task.items()}
     assert with_environment(dict.fromkeys(GOOD) | alone) == Launch(0, 1, 0)
     assert with_environment(task) == Launch(1, 2, 1)
@@ -86,7 +86,7 @@ def test_one_of_several_tasks_needs_a_rank(task: dict[str, str]) -> None:
 
 
 def test_a_port_that_another_program_has(small_data: SmallData) -> None:
-    with socket.create_server(("", 0)) as other:
-        place = GOOD | {"RANK": "0", "MASTER_PORT": str(other.getsockname()[1])}
+    with socket.create_server(("", 0)) as server:
+        place = GOOD | {"RANK": "0", "MASTER_PORT": str(server.getsockname()[1])}
         (done,) = Commands(environment=place).attempt(TRAINER, *CONFIG, *small_data.flags, timeout_s=60)
     assert f"rank 0: MASTER_PORT: got {place['MASTER_PORT']}, " in refusal(done)

@@ -62,7 +62,8 @@ def test_squares_of_a_long_row_do_not_overflow() -> None:
 @example(drawn=[(5, [0, 1, 4, 5], 5), (5, [5, 5, 1], 2)])
 @settings(max_examples=300, deadline=None)
 def test_segments_are_the_dense_masks_of_rows_side_by_side(drawn: list[tuple[int, list[int], int]]) -> None:
-    length, count = drawn[0][0], len(drawn)
+    length = drawn[0][0]
+    count = len(drawn)
     joined = concatenate([build_layout(*row) for row in drawn])
     wanted = np.zeros((count * length, count * length), dtype=bool)
     for number, row in enumerate(drawn):
@@ -83,10 +84,10 @@ def test_more_tokens_than_int32_counts_are_refused() -> None:
     """4,096 rows of 512K end at 2^31, one past the last int32."""
     row = build_layout(2**19, [], 2**19)
     assert concatenate([row] * 4095).cu_seqlens[-1] == 4095 * 2**19
-    said = r"^micro_batch_size: got 2,147,483,648 tokens .*, needs at most 2\^31 - 1 = 2,147,483,647, .*; lower .*$"
-    with pytest.raises(UserError, match=said):
+    message = r"^micro_batch_size: got 2,147,483,648 tokens .*, needs at most 2\^31 - 1 = 2,147,483,647, .*; lower .*$"
+    with pytest.raises(UserError, match=message):
         concatenate([row] * 4096)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         build_layout(2**31, [], 4)
 
 

@@ -32,12 +32,12 @@ def schedules(draw: st.DrawFn) -> LearningRateSchedule:
 def wanted(s: LearningRateSchedule, step: int) -> float:
     if step < s.warmup_steps:
         return (step + (not s.from_zero)) * (s.peak / s.warmup_steps)
-    left = max(s.decay_steps - step, 0)  # steps until the minimum
+    remaining_steps = max(s.decay_steps - step, 0)  # steps until the minimum
     if s.style == "constant":
         return s.peak
     if s.style == "WSD":
-        return s.minimum + (s.peak - s.minimum) * min(left / s.wsd_steps, 1)
-    share = left / (s.decay_steps - s.warmup_steps)
+        return s.minimum + (s.peak - s.minimum) * min(remaining_steps / s.wsd_steps, 1)
+    share = remaining_steps / (s.decay_steps - s.warmup_steps)
     rise = share if s.style == "linear" else math.sin(math.pi / 2 * share) ** 2
     return s.minimum + (s.peak - s.minimum) * rise
 

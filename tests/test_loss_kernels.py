@@ -73,29 +73,29 @@ def test_statistics_equal_float64(case: str, kinds: int) -> None:
     logits = drawn(7, columns, scale)
     logits[:, entries:] = torch.nan  # padding is not read
     labels = torch.tensor([first, first + entries - 1, first + entries // 2, 0, first, first - 1, first + columns])
-    got = torch.full((kinds, 9), 7.0).to(DEVICE)
-    loss_kernels.softmax_statistics(logits.to(DEVICE), labels.to(DEVICE), got[:, 1:8], first, entries)
+    actual = torch.full((kinds, 9), 7.0).to(DEVICE)
+    loss_kernels.softmax_statistics(logits.to(DEVICE), labels.to(DEVICE), actual[:, 1:8], first, entries)
     torch.testing.assert_close(
-        got[:, 1:8].cpu().double(), statistics(logits, labels, first, entries)[:kinds], rtol=2e-6, atol=2e-6
+        actual[:, 1:8].cpu().double(), statistics(logits, labels, first, entries)[:kinds], rtol=2e-6, atol=2e-6
     )
-    assert (got[:, [0, 8]] == 7).all()  # nothing beside the block's tokens
+    assert (actual[:, [0, 8]] == 7).all()  # nothing beside the block's tokens
 
 
 def test_statistics_of_infinities_of_nan_and_of_padding_alone() -> None:
     logits = drawn(3, 50)
     logits[0, :40], logits[1, 20:], logits[2, ::2] = NEVER, NEVER, NEVER
-    got = torch.empty(4, 3, device=DEVICE)
+    actual = torch.empty(4, 3, device=DEVICE)
     labels = torch.tensor([45, 3, 4])
-    loss_kernels.softmax_statistics(logits.to(DEVICE), labels.to(DEVICE), got, 0, 50)
+    loss_kernels.softmax_statistics(logits.to(DEVICE), labels.to(DEVICE), actual, 0, 50)
     wanted = statistics(logits, labels, 0, 50)
     assert wanted[2, 2] == NEVER
-    torch.testing.assert_close(got.cpu().double(), wanted, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(actual.cpu().double(), wanted, rtol=2e-6, atol=2e-6)
     logits[1, 3] = torch.nan
-    loss_kernels.softmax_statistics(logits.to(DEVICE), labels.to(DEVICE), got, 0, 50)
-    assert got[1].isnan().tolist() == [False, True, False]
-    loss_kernels.softmax_statistics(logits.to(DEVICE), labels.to(DEVICE), got, 80, 0)
-    assert got[1:].cpu().tolist() == [[0.0] * 3] * 3
-    assert torch.isfinite(got).all()
+    loss_kernels.softmax_statistics(logits.to(DEVICE), labels.to(DEVICE), actual, 0, 50)
+    assert actual[1].isnan().tolist() == [False, True, False]
+    loss_kernels.softmax_statistics(logits.to(DEVICE), labels.to(DEVICE), actual, 80, 0)
+    assert actual[1:].cpu().tolist() == [[0.0] * 3] * 3
+    assert torch.isfinite(actual).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -106,21 +106,26 @@ def test_gradient_equals_float64(case: str, dtype: torch.dtype) -> None:
     logits[:, entries:] = torch.nan
     labels = torch.tensor([first, first + entries - 1, first + entries // 2, first, first - 1, first + columns])
     highest, sums, *_ = statistics(logits, labels, first, entries)
-    loss_grad, scales = torch.linspace(-1, 1, 6), torch.linspace(2, 3, 6) / sums.float()
+    loss_grad = torch.linspace(-1, 1, 6)
+    scales = torch.linspace(2, 3, 6) / sums.float()
     wanted = torch.zeros(6, columns, dtype=torch.float64)
     wanted[:, :entries] = (logits.double()[:, :entries] - highest[:, None]).exp() * scales.double()[:, None]
     for row in range(4):
         wanted[row, labels[row] - first] -= loss_grad[row]
     block = logits.to(DEVICE)
-    given = [x.to(DEVICE) for x in (labels, highest.float(), scales, loss_grad)]
-    loss_kernels.softmax_gradient(block, *given, first, entries, dtype)
-    got = loss_kernels.in_place_of(block, dtype)
-    assert (got.shape, got.dtype, got.stride(1)) == (wanted.shape, dtype, 1)  # a factor of a product, not copied
-    assert [row.data_ptr() for row in got] == [row.data_ptr() for row in block]
+    token_inputs = [x.to(DEVICE) for x in (labels, highest.float(), scales, loss_grad)]
+    loss_kernels.softmax_gradient(block, *token_inputs, first, entries, dtype)
+    actual = loss_kernels.in_place_of(block, dtype)
+    assert (actual.shape, actual.dtype, actual.stride(1)) == (
+        wanted.shape,
+        dtype,
+        1,
+    )  # a factor of a product, not copied
+    assert [row.data_ptr() for row in actual] == [row.data_ptr() for row in block]
     # half a unit in bf16's last of 8 places; the interpreter cuts off instead of rounding: a whole one
     narrow = 0 if dtype == torch.float32 else 2.0 ** (-8 if DEVICE == "cuda" else -7)
-    torch.testing.assert_close(got.cpu().double(), wanted, rtol=narrow + 2e-6, atol=1e-6)
-    assert not got[:, entries:].any()
+    torch.testing.assert_close(actual.cpu().double(), wanted, rtol=narrow + 2e-6, atol=1e-6)
+    assert not actual[:, entries:].any()
 
 
 def losses_and_gradients(
@@ -128,9 +133,9 @@ def losses_and_gradients(
 ) -> tuple[Tensor, ...]:
     hidden, weight = (x.clone().to(DEVICE).requires_grad_() for x in (hidden, weight))
     labels, grad = (torch.stack([x, x], dim=1).to(DEVICE)[:, 0] for x in (labels, grad))  # not close together
-    found = cross_entropy(hidden, weight, labels, shard, block, entropy=True, fused=fused)
-    (found.cross_entropy_t + Z_LOSS * found.log_partition_t.square()).backward(grad)
-    parts = (found.cross_entropy_t, hidden.grad, weight.grad, found.log_partition_t, found.entropy_t)
+    losses = cross_entropy(hidden, weight, labels, shard, block, entropy=True, fused=fused)
+    (losses.cross_entropy_t + Z_LOSS * losses.log_partition_t.square()).backward(grad)
+    parts = (losses.cross_entropy_t, hidden.grad, weight.grad, losses.log_partition_t, losses.entropy_t)
     return tuple(part.detach().cpu() for part in parts)
 
 
@@ -140,34 +145,37 @@ def test_the_loss_equals_float64_and_the_plain_path(rows: int, vocabulary: int, 
     shard = VocabularyShard(0, vocabulary)
     fused, plain = (losses_and_gradients(*inputs, shard, block, way) for way in (True, False))
     assert_all_close(fused, whole(*inputs, vocabulary))
-    for one, other in zip(fused, plain, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-6)
+    for fused_part, plain_part in zip(fused, plain, strict=True):
+        torch.testing.assert_close(fused_part, plain_part, rtol=1e-5, atol=2e-6)
     inputs = inputs[0].bfloat16(), inputs[1].bfloat16(), *inputs[2:]
     fused, plain = (losses_and_gradients(*inputs, shard, block, way) for way in (True, False))
-    for one, other in zip(fused, plain, strict=True):
-        assert one.dtype == other.dtype
-        rounding = 2e-2 if one.dtype == torch.bfloat16 else 1e-5
-        torch.testing.assert_close(one.float(), other.float(), rtol=rounding, atol=1e-3)
+    for fused_part, plain_part in zip(fused, plain, strict=True):
+        assert fused_part.dtype == plain_part.dtype
+        rounding = 2e-2 if fused_part.dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(fused_part.float(), plain_part.float(), rtol=rounding, atol=1e-3)
 
 
-ROWS, VOCABULARY = 40, 27  # of 2 ranks, the second has 7 rows that are no padding
+ROWS = 40
+VOCABULARY = 27  # of 2 ranks, the second has 7 rows that are no padding
 
 
 def _tensor_parallel_rank(rank: int) -> list[Tensor]:
     hidden, weight, labels, grad = problem(13, 8, ROWS, VOCABULARY)
     rows = ROWS // 2
     shard = VocabularyShard(rank * rows, VOCABULARY, dist.group.WORLD)
-    mine = weight[rank * rows : (rank + 1) * rows]
-    losses, hidden_grad, weight_grad, *rest = losses_and_gradients(hidden, mine, labels, grad, shard, 5, fused=True)
+    weight_shard = weight[rank * rows : (rank + 1) * rows]
+    losses, hidden_grad, weight_grad, *statistics = losses_and_gradients(
+        hidden, weight_shard, labels, grad, shard, 5, fused=True
+    )
     dist.all_reduce(hidden_grad)
-    return [losses, hidden_grad, weight_grad, *rest]
+    return [losses, hidden_grad, weight_grad, *statistics]
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the two processes' group is gloo's, for tensors of a CPU")
 def test_tensor_parallel_equals_one_process() -> None:
     first, second = call(_tensor_parallel_rank, 2)
-    got = (first[0], first[1], torch.cat([first[2], second[2]]), *first[3:])
-    assert_all_close(got, whole(*problem(13, 8, ROWS, VOCABULARY), VOCABULARY))
+    actual = (first[0], first[1], torch.cat([first[2], second[2]]), *first[3:])
+    assert_all_close(actual, whole(*problem(13, 8, ROWS, VOCABULARY), VOCABULARY))
 
 
 class Launches(TorchDispatchMode):
@@ -187,7 +195,9 @@ class Launches(TorchDispatchMode):
 @pytest.mark.parametrize("entropy", [False, True])
 def test_a_block_takes_six_launches_and_no_result_is_rounded(entropy: bool) -> None:
     """Tensors without data ("meta") take CUDA's path: a read of their values, which on a GPU would wait, fails."""
-    tokens, width, rows = 100, 16, 256
+    tokens = 100
+    width = 16
+    rows = 256
 
     def run(block: int) -> tuple[Counter[str], int]:
         hidden, weight = (
@@ -197,13 +207,13 @@ def test_a_block_takes_six_launches_and_no_result_is_rounded(entropy: bool) -> N
         total = torch.empty(rows, width, dtype=torch.float32, device="meta")
         with Launches() as launches, FlopCounterMode(display=False) as flops:
             how = {"entropy": entropy, "weight_grad_vD": total, "fused": True}
-            found = cross_entropy(hidden, weight, labels, VocabularyShard(0, 200), block, **how)  # type: ignore[arg-type]
-            (found.cross_entropy_t + found.log_partition_t.square()).sum().backward()
+            losses = cross_entropy(hidden, weight, labels, VocabularyShard(0, 200), block, **how)  # type: ignore[arg-type]
+            (losses.cross_entropy_t + losses.log_partition_t.square()).sum().backward()
         return Counter(launches.seen), flops.get_total_flops()
 
-    (one, flops), (four, same_flops) = run(100), run(25)
+    (of_one_block, flops), (of_four_blocks, same_flops) = run(100), run(25)
     assert flops == same_flops == 4 * 2 * tokens * rows * width
-    assert four - one == {
+    assert of_four_blocks - of_one_block == {
         "aten.mm.dtype_out": 2 * 3,  # the logits, in float32, forward and backward
         "megatron_ext.softmax_statistics.default": 3,
         "megatron_ext.softmax_gradient.default": 3,

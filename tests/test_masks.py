@@ -10,14 +10,16 @@ from megatron_ext.masks import AttentionMask, MaskOptions
 
 def seen(mask: AttentionMask) -> np.ndarray:
     """bool [T, T] from segments and left window."""
-    i, j = np.arange(mask.layout.tokens)[:, None], np.arange(mask.layout.tokens)[None, :]
+    i = np.arange(mask.layout.tokens)[:, None]
+    j = np.arange(mask.layout.tokens)[None, :]
     segment = np.searchsorted(mask.layout.cu_seqlens, np.arange(mask.layout.tokens), side="right")
     visible = (segment[:, None] == segment[None, :]) & (j <= i)
     return visible if mask.left_window is None else visible & (i - j <= mask.left_window)
 
 
 def formula(length: int, ends: list[int], options: MaskOptions, window: int, local: bool) -> np.ndarray:
-    i, j = np.arange(length)[:, None], np.arange(length)[None, :]
+    i = np.arange(length)[:, None]
+    j = np.arange(length)[None, :]
     if local and options.local_fixed:
         visible = i - j < (options.local_window or 0)
     elif options.window_mask == "sliding":
@@ -78,8 +80,9 @@ def test_local_layers_obey_the_schedule() -> None:
     By hand, of tokens 0..7 and a local window of 3 (a token and two before it: i - 2 .. i):
     w = 2, blocks 01 23 45 67; w = 3, blocks 012 345 67; w = 4, blocks 0123 4567, in which i - 2 cuts.
     """
-    options, nothing = MaskOptions(False, "grid", 3, 2, num_layers=2), np.empty(0, dtype=np.int64)
-    masks = [options.at(8, [nothing], window).by_kind[1] for window in (2, 3, 4)]
+    options = MaskOptions(False, "grid", 3, 2, num_layers=2)
+    no_ends = np.empty(0, dtype=np.int64)
+    masks = [options.at(8, [no_ends], window).by_kind[1] for window in (2, 3, 4)]
     # a block within the local window needs no reach, so that backends take their plain causal kernel
     assert [mask.left_window for mask in masks] == [None, None, 2]
     assert masks[0].first_keys().tolist() == [0, 0, 2, 2, 4, 4, 6, 6]

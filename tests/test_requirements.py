@@ -92,9 +92,9 @@ Some.Thing==4.8.1 ; python_version < "3.14" \\
     ],
 )
 def test_an_image_gets_what_it_lacks(installed: dict[str, str], absent: int, older: int) -> None:
-    """Of companions also what it has in an older version; each with its checksums."""
+    """It also gets companions that it has in an older version; each has its checksums."""
     for newer, count in ((False, absent), (True, older)):
-        found = missing(LOCK, installed, newer=newer)
-        assert found.count("==") == count
-        assert found.count("--hash") in ((3,) if count == 2 else (0, 2))
-        assert found.endswith(LOCK[LOCK.index("Some") :] if count else "")
+        requirements = missing(LOCK, installed, newer=newer)
+        assert requirements.count("==") == count
+        assert requirements.count("--hash") in ((3,) if count == 2 else (0, 2))
+        assert requirements.endswith(LOCK[LOCK.index("Some") :] if count else "")

@@ -17,7 +17,9 @@ FAR = torch.cat([torch.arange(17), 2 ** torch.arange(5, 21), 2**20 - torch.arang
 def precisely(model: ModelConfig, row_length: int) -> list[Fraction]:
     """The frequencies by the formulas of the module's table, to 60 digits."""
     getcontext().prec = 60
-    size, base, factor = model.head_size, Decimal(model.rotary_base), Decimal(model.rope_scaling_factor)
+    size = model.head_size
+    base = Decimal(model.rotary_base)
+    factor = Decimal(model.rope_scaling_factor)
     if model.rope_scaling == "dynamic":
         ratio = max(Decimal(row_length) / Decimal(model.rope_original_length or 0), Decimal(1))
         base *= (factor * ratio - (factor - 1)) ** (Decimal(size) / (size - 2))
@@ -46,7 +48,7 @@ def _yarn(model: ModelConfig, length: Decimal) -> list[Decimal]:
 def _llama3(model: ModelConfig, length: Decimal, plain: list[Decimal]) -> list[Decimal]:
     low, high = Decimal(model.rope_low_freq_factor), Decimal(model.rope_high_freq_factor)
     turns = [length * theta / (2 * PI) for theta in plain]
-    return [min(max((each - low) / (high - low), Decimal(0)), Decimal(1)) for each in turns]
+    return [min(max((turn - low) / (high - low), Decimal(0)), Decimal(1)) for turn in turns]
 
 
 PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494459")
@@ -64,11 +66,12 @@ KINDS: dict[str, dict[str, float]] = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("size", "base"), [(64, 1e4), (128, 5e5), (128, 8e6), (128, 1.28e8), (80, 1.53e7)])
 def test_angles_are_right_at_a_million_tokens(kind: str, size: int, base: float) -> None:
-    """Beside 60 digits; float32 products are 0.03 off here."""
+    """The angles are compared with 60 digits; float32 products are 0.03 off here."""
     model = scaled(kind, size, base, **KINDS[kind])
     turned = angles(FAR, model_frequencies(model, 2**20))
     assert turned.dtype == torch.float32
-    turn, frequencies = 2 * Fraction(PI), precisely(model, 2**20)
+    turn = 2 * Fraction(PI)
+    frequencies = precisely(model, 2**20)
     wanted = [[float(p * theta % turn) for theta in frequencies] for p in FAR.tolist()]
     wanted_th = torch.tensor(wanted, dtype=torch.float64).repeat(1, 2)
     torch.testing.assert_close(turned.cos().double(), wanted_th.cos(), rtol=0, atol=5e-7)

@@ -23,7 +23,8 @@ def linear(t: int, start: int, rate: Fraction) -> int:
 
 def smooth(kind: str, t: int, start: int, end: int, ramp: float) -> float:
     share = t / ramp
-    rise, ratio = end - start, math.log(end) - math.log(start)
+    rise = end - start
+    ratio = math.log(end) - math.log(start)
     if kind == "sinusoidal":
         return start + rise * math.cos(math.pi / 2 * (1 - share))
     if kind == "cosine":
@@ -83,7 +84,8 @@ def test_formula(kind: str, ramp: tuple[int, int, Fraction], share: float, round
     )
     last = schedule.expansion_steps
     for step in (0, 1, max(last - 1, 0), last, last + 1, 10 * last + 7, int(share * last)):
-        window, options = schedule.window_at(step), {"switch_step": switch, "round_to": round_to, "cycles": cycles}
+        window = schedule.window_at(step)
+        options = {"switch_step": switch, "round_to": round_to, "cycles": cycles}
         assert window in possible_windows(kind, step, start, end, rate, **options), (schedule, step)
         assert type(window) is int
         assert start <= window <= end
@@ -104,17 +106,21 @@ def test_runs_are_those_of_the_single_steps(
     first = data.draw(st.integers(0, 300))
     for last in (first, first + 1, first + data.draw(st.integers(2, 400))):
         windows = [schedule.window_at(step) for step in range(first, last)]
-        assert list(schedule.runs(first, last)) == [(window, len([*same])) for window, same in groupby(windows)]
+        assert list(schedule.runs(first, last)) == [
+            (window, len([*equal_windows])) for window, equal_windows in groupby(windows)
+        ]
 
 
 @pytest.mark.parametrize("kind", [kind.value for kind in ScheduleKind])
 @pytest.mark.parametrize("fraction", [1e-6, 0.64, 1])
 def test_long_runs_evaluate_few_steps(kind: str, fraction: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most twice the logarithm of a run's length, for each of its at most 1000 windows on each of 3 ramps."""
-    steps, evaluate, asked = 10**9, WindowSchedule.window_at, Counter[int]()
+    """The limit is twice the logarithm of a run's length, for each of at most 1000 windows on each of 3 ramps."""
+    steps = 10**9
+    evaluate = WindowSchedule.window_at
+    evaluations = Counter[int]()
 
     def window_at(self: WindowSchedule, step: int) -> int:
-        asked[step] += 1
+        evaluations[step] += 1
         return evaluate(self, step)
 
     monkeypatch.setattr(WindowSchedule, "window_at", window_at)
@@ -122,7 +128,7 @@ def test_long_runs_evaluate_few_steps(kind: str, fraction: float, monkeypatch: p
     shape = {"expansion_fraction": fraction / 3, "total_steps": steps, "cycles": cycles, "round_to": 7}
     schedule = build_schedule(kind, start=24, end=1024, switch_step=int(fraction * steps), **shape)
     assert sum(count for _, count in schedule.runs(0, steps)) == steps
-    assert asked.total() <= 3 * 1001 * 2 * 31
+    assert evaluations.total() <= 3 * 1001 * 2 * 31
 
 
 @given(

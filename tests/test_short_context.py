@@ -24,7 +24,7 @@ def test_the_drawn_example() -> None:
 
 
 def test_documents_inside_chunks_are_not_computed_again() -> None:
-    """Where documents are shorter than the short context only those that cross into a chunk are left."""
+    """Only documents that cross into a chunk are left where documents are shorter than the short context."""
     layout = build_layout(4096, range(0, 4096, 100), 4096)
     chunks = chunks_of(layout, ShortContext(1024, 768))
     assert len(chunks.start) <= 5
@@ -47,6 +47,6 @@ def test_every_chunk_is_dealt_once_and_evenly(lengths: list[int], capacity: int,
 
 @pytest.mark.parametrize("padding", [0, 2])
 def test_layout_without_chunks_is_padding_alone(padding: int) -> None:
-    nothing = np.empty(0, dtype=np.int64)
-    layout = Chunks(nothing, nothing, nothing).layout(build_layout(8, [], 8), padding)
+    no_chunks = np.empty(0, dtype=np.int64)
+    layout = Chunks(no_chunks, no_chunks, no_chunks).layout(build_layout(8, [], 8), padding)
     assert layout.cu_seqlens.tolist() == ([0, 2] if padding else [0])

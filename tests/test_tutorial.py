@@ -22,19 +22,19 @@ def test_every_command_of_the_tutorial_runs(tmp_path: Path) -> None:
         (tmp_path / name).symlink_to(ROOT / name)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    said = {}
+    outputs = {}
     for command in COMMANDS:
         bash = ["bash", "-ec", command]
         done = subprocess.run(bash, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-        said[command] = done.stdout
-    (generated,) = [text for command, text in said.items() if "generate.py" in command]
-    (loaded,) = [text for command, text in said.items() if "transformers" in command]
+        outputs[command] = done.stdout
+    (generated,) = [text for command, text in outputs.items() if "generate.py" in command]
+    (loaded,) = [text for command, text in outputs.items() if "transformers" in command]
     kind, text = loaded.strip().split(" ", 1)
     written = ast.literal_eval(text)
     assert kind == "llama"
     assert written.startswith("def __init__(self")
     assert written != "def __init__(self"
     assert written in generated
-    assert "the same model" in "".join(said.values())
+    assert "the same model" in "".join(outputs.values())
     assert (tmp_path / "runs" / "tutorial" / "report.html").exists()

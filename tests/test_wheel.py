@@ -57,7 +57,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
     (packages,) = venv.glob("lib/python*/site-packages")
     # what this environment has installed, but not the package itself, which an editable install finds by a .pth file:
-    # those of a folder that a .pth file names are not read
+    # .pth files in a folder that a .pth file names are not read
     here = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     (packages / "dependencies.pth").write_text("\n".join(here))
     pip = [sys.executable, "-m", "pip", "--python", venv / "bin" / "python"]
@@ -81,8 +81,8 @@ def test_the_wheel_has_all_that_runs_and_nothing_else_and_is_what_runs(installed
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_says_what_it_takes(installed: Installed, command: str, tmp_path: Path) -> None:
-    said = installed.run(tmp_path, "megatron-ext", command, "--help")
-    assert f"usage: megatron-ext {command} " in said or said.startswith(OWN_HELP[command])
+    help_text = installed.run(tmp_path, "megatron-ext", command, "--help")
+    assert f"usage: megatron-ext {command} " in help_text or help_text.startswith(OWN_HELP[command])
     assert not list(tmp_path.iterdir())
 
 

@@ -61,8 +61,8 @@ def ours(layouts: list[PackedLayout], dp: int, cp: int) -> Divided:
     pairs = [layout.attention_pairs() for layout in layouts]
     rows = assign_rows(pairs, dp, len(layouts) // dp)[:, :, 0].T  # [micro-batches, replicas]
     plans = [plan(layout, cp) for layout in layouts]
-    received = np.array([made.rows_moved.sum(axis=0) for made in plans])[rows].reshape(len(rows), -1)
-    by_rank = np.array([made.pairs for made in plans])[rows].reshape(len(rows), -1)
+    received = np.array([cp_plan.rows_moved.sum(axis=0) for cp_plan in plans])[rows].reshape(len(rows), -1)
+    by_rank = np.array([cp_plan.pairs for cp_plan in plans])[rows].reshape(len(rows), -1)
     return Divided(received, by_rank, np.full(by_rank.shape, ROW // cp))
 
 
@@ -82,13 +82,13 @@ class MegatronLM:
         received, pairs, tokens = np.zeros((3, len(groups), len(groups[0])))
         for number, group in enumerate(groups):
             ranks = np.zeros(len(padded), dtype=np.int64)  # that share each segment
-            for own in group:
-                ranks[own] += 1
-            for rank, own in enumerate(group):
-                share = padded[own] / ranks[own]
+            for rank_segments in group:
+                ranks[rank_segments] += 1
+            for rank, rank_segments in enumerate(group):
+                share = padded[rank_segments] / ranks[rank_segments]
                 tokens[number, rank] = share.sum()
-                received[number, rank] = (padded[own] - share).sum()
-                pairs[number, rank] = (segment_pairs(padded[own]) / ranks[own]).sum()
+                received[number, rank] = (padded[rank_segments] - share).sum()
+                pairs[number, rank] = (segment_pairs(padded[rank_segments]) / ranks[rank_segments]).sum()
         return Divided(received, pairs, tokens)
 
 
@@ -127,12 +127,15 @@ def main() -> None:
                     for step in range(chosen.steps)
                 ]
                 for name, scheme in schemes.items():
-                    found, began = [], time.process_time()
+                    step_figures, began = [], time.process_time()
                     for rows in steps:
                         layouts = [build_layout(ROW, ends, window) for ends in rows]
-                        found.append(figures(scheme(layouts), chosen.rows, cp))
+                        step_figures.append(figures(scheme(layouts), chosen.rows, cp))
                     ms = (time.process_time() - began) * 1e3 / len(steps)
-                    means = {figure: np.mean([one[figure] for one in found]) for figure in found[0]}
+                    means = {
+                        figure: np.mean([figures_of_step[figure] for figures_of_step in step_figures])
+                        for figure in step_figures[0]
+                    }
                     records.add(documents=documents, window=window, dp=chosen.dp, cp=cp, scheme=name, **means, ms=ms)
 
 

@@ -26,14 +26,24 @@ from scipy import stats
 from megatron_ext.arrays import Float64
 from megatron_ext.evaluation.report import table
 
-ROW, BATCH, VOCABULARY, START, SHARE = 512, 2, 2048, 2, 0.64
-MEDIAN, SIGMA, SHORTEST = 67, 1.11, 3  # tokens of a document: the paper's CommonCrawl over 16
+ROW = 512
+BATCH = 2
+VOCABULARY = 2048
+START = 2
+SHARE = 0.64
+# tokens of a document: the paper's CommonCrawl over 16
+MEDIAN = 67
+SIGMA = 1.11
+SHORTEST = 3
 LENGTHS = (32, 256, 512)
 ARMS = ("constant", "growing")
 TUNED = 2000  # steps of the runs that choose the learning rates
 BUDGETS = (1000, 2000, 4000)  # steps
-RATES, LIMITS = (4e-3, 8e-3, 1.6e-2), (5e-4, 0.128)  # grid, extended by factors of 2 up to the limits
-TUNING_SEEDS, SEEDS = (1, 2), tuple(range(8, 15))
+# grid, extended by factors of 2 up to the limits
+RATES = (4e-3, 8e-3, 1.6e-2)
+LIMITS = (5e-4, 0.128)
+TUNING_SEEDS = (1, 2)
+SEEDS = tuple(range(8, 15))
 LONG_LESS_SHORT = f"{ROW} minus {LENGTHS[0]}"
 COMMON: list[object] = [
     *("--model-preset", "tiny-1M", "--init-method-std", 0.08, "--seq-length", ROW, "--global-batch-size", BATCH),
@@ -100,8 +110,8 @@ def evaluate(folder: Path, out: Path, count: int) -> dict[int, float]:
     flags = ["--data-path", out / "data" / "valid-novels", "--lengths", *LENGTHS, "--documents-per-source", count]
     flags += ["--min-tokens", ROW, "--max-tokens", 2 * ROW, "--output", folder / "evaluation", "--overwrite"]
     command("tools/evaluate.py", "perplexity", folder, *flags)
-    (found,) = read_evaluation(folder / "evaluation").values()
-    return found
+    (loss_by_window,) = read_evaluation(folder / "evaluation").values()
+    return loss_by_window
 
 
 def run_all(
@@ -115,7 +125,8 @@ def run_all(
     losses: Callable[[Path, Path, int], object] = evaluate,
 ) -> None:
     """Train and evaluate the runs that have no line yet, and append their lines; `trainer` is an arm's command."""
-    done, lock = {Plan(**line["run"]) for line in read_lines(file)}, threading.Lock()
+    done = {Plan(**line["run"]) for line in read_lines(file)}
+    lock = threading.Lock()
 
     def one(plan: Plan) -> None:
         folder = out / "runs" / f"{plan.arm}_{plan.rate:g}_{plan.steps}_{plan.seed}"
@@ -125,11 +136,11 @@ def run_all(
             flags += ["--window-schedule", "linear", "--window-start", START, "--window-expansion-fraction", SHARE]
         saving = ["--save", folder, "--load", folder, "--load-if-present", "--keep-last", 1]
         command(*map(str, trainer(plan.arm)), *flags, *saving, log=out / "logs" / f"{folder.name}.txt")
-        found = losses(folder, out, held_out)
+        plan_losses = losses(folder, out, held_out)
         with lock, file.open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps({"run": asdict(plan), "losses": found}) + "\n")
+            lines.write(json.dumps({"run": asdict(plan), "losses": plan_losses}) + "\n")
         shutil.rmtree(folder)
-        print(plan, found, flush=True)
+        print(plan, plan_losses, flush=True)
 
     with ThreadPoolExecutor(workers) as pool:
         for _ in pool.map(one, [plan for plan in plans if plan not in done]):
@@ -162,8 +173,8 @@ def train_all(options: argparse.Namespace, file: Path, out: Path) -> None:
 def tried(runs: Losses, arm: str, steps: int, seeds: Sequence[int]) -> dict[float, float]:
     """Return the mean loss at the full row for each learning rate at which all these seeds are done, by rate."""
     rates = sorted({plan.rate for plan in runs if (plan.arm, plan.steps) == (arm, steps)})
-    own = {rate: [runs.get(Plan(arm, rate, steps, seed), {}).get(ROW) for seed in seeds] for rate in rates}
-    return {rate: float(np.mean(losses)) for rate, losses in own.items() if None not in losses}  # type: ignore[arg-type]
+    losses_by_rate = {rate: [runs.get(Plan(arm, rate, steps, seed), {}).get(ROW) for seed in seeds] for rate in rates}
+    return {rate: float(np.mean(losses)) for rate, losses in losses_by_rate.items() if None not in losses}  # type: ignore[arg-type]
 
 
 def best_rate(means: dict[float, float]) -> tuple[float, float | None]:
@@ -194,7 +205,7 @@ def results(runs: Losses, tuned: int, budgets: Sequence[int], tuning: Sequence[i
         return ["No learning rate is done yet."]
     by_rate = [gains(runs, dict.fromkeys(ARMS, rate), tuned, tuning, ROW) for rate in rates]
     rows = [[arm, *(f"{means[arm][rate]:.4f}" for rate in rates)] for arm in ARMS]
-    rows.append(["gain", *(f"{np.mean(own):+.4f}" for own in by_rate)])
+    rows.append(["gain", *(f"{np.mean(gain):+.4f}" for gain in by_rate)])
     best = {arm: best_rate(means[arm]) for arm in ARMS}
     parts = [
         f"### Learning rates\n\nHeld-out loss at {ROW} tokens after {tuned:,} steps, mean of {len(tuning)} seeds.",
@@ -204,13 +215,15 @@ def results(runs: Losses, tuned: int, budgets: Sequence[int], tuning: Sequence[i
             for arm, (rate, more) in best.items()
         ),
     ]
-    own = {arm: rate for arm, (rate, _) in best.items()}
-    done = complete(runs, own, budgets, seeds)
+    rate_by_arm = {arm: rate for arm, (rate, _) in best.items()}
+    done = complete(runs, rate_by_arm, budgets, seeds)
     if len(done) < 2:
         return [*parts, "### Budgets\n\nUnfinished: fewer than two seeds are done at every budget."]
-    found = {steps: {length: gains(runs, own, steps, done, length) for length in LENGTHS} for steps in budgets}
+    gains_by_steps = {
+        steps: {length: gains(runs, rate_by_arm, steps, done, length) for length in LENGTHS} for steps in budgets
+    }
     columns: dict[str, Float64] = {  # [budgets, seeds]
-        str(length): np.array([found[steps][length] for steps in budgets]) for length in LENGTHS
+        str(length): np.array([gains_by_steps[steps][length] for steps in budgets]) for length in LENGTHS
     }
     columns[LONG_LESS_SHORT] = columns[str(ROW)] - columns[str(LENGTHS[0])]
     slopes = {name: np.polyfit(np.log2(budgets), values, 1)[0] for name, values in columns.items()}
@@ -266,27 +279,30 @@ def draw(
 ) -> None:
     """Draw the losses by learning rate, and the gain by budget with its interval, a point for each seed."""
     figure = Figure(figsize=(9, 3.6), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    own = {}
+    rate_axis, gain_axis = figure.subplots(1, 2)
+    rate_by_arm = {}
     for number, arm in enumerate(ARMS):
         means = tried(runs, arm, tuned, tuning)
-        own[arm] = best_rate(means)[0]
-        left.plot(list(means), list(means.values()), "o-", color=f"C{number}", label=arm)
-    left.set(xscale="log", xlabel="peak learning rate", ylabel="held-out loss (nats / token)")
-    left.set_xticks(sorted(means), [f"{rate:g}" for rate in sorted(means)])
-    left.minorticks_off()
-    left.legend(frameon=False)
-    done = complete(runs, own, budgets, seeds)
+        rate_by_arm[arm] = best_rate(means)[0]
+        rate_axis.plot(list(means), list(means.values()), "o-", color=f"C{number}", label=arm)
+    rate_axis.set(xscale="log", xlabel="peak learning rate", ylabel="held-out loss (nats / token)")
+    rate_axis.set_xticks(sorted(means), [f"{rate:g}" for rate in sorted(means)])
+    rate_axis.minorticks_off()
+    rate_axis.legend(frameon=False)
+    done = complete(runs, rate_by_arm, budgets, seeds)
     if len(done) >= 2:
-        found = [gains(runs, own, steps, done, ROW) for steps in budgets]
-        tokens, mean = [steps * ROW * BATCH / 1e6 for steps in budgets], [Mean.of(values) for values in found]
-        right.errorbar(tokens, [each.value for each in mean], [each.half_width for each in mean], fmt="o-", capsize=4)
-        right.plot(tokens, found, ".", color="C0", alpha=0.4)
-        right.set_xscale("log")
-        right.set_xticks(tokens, [f"{number:.2f}" for number in tokens])
-        right.minorticks_off()
-    right.axhline(0, color="#9ca3af", linewidth=1)
-    right.set(xlabel="million tokens", ylabel="gain (nats / token)")
+        seed_gains = [gains(runs, rate_by_arm, steps, done, ROW) for steps in budgets]
+        tokens = [steps * ROW * BATCH / 1e6 for steps in budgets]
+        mean = [Mean.of(values) for values in seed_gains]
+        gain_axis.errorbar(
+            tokens, [gain.value for gain in mean], [gain.half_width for gain in mean], fmt="o-", capsize=4
+        )
+        gain_axis.plot(tokens, seed_gains, ".", color="C0", alpha=0.4)
+        gain_axis.set_xscale("log")
+        gain_axis.set_xticks(tokens, [f"{number:.2f}" for number in tokens])
+        gain_axis.minorticks_off()
+    gain_axis.axhline(0, color="#9ca3af", linewidth=1)
+    gain_axis.set(xlabel="million tokens", ylabel="gain (nats / token)")
     figure.savefig(to, dpi=110)
 
 
@@ -311,10 +327,13 @@ def main() -> None:
     parser.add_argument("--only-results", action="store_true", help="of the runs that are done: nothing is trained")
     parser.add_argument("--check", action="store_true", help="compare the page with its runs; nothing is trained")
     options = parser.parse_args()
-    asked = (options.tuned, options.budgets, options.tuning_seeds, options.seeds)
+    plan_of_runs = (options.tuned, options.budgets, options.tuning_seeds, options.seeds)
     beside = Path(__file__)
     if options.check:
-        if page(results(read_runs(beside.with_suffix(".jsonl")), *asked)) != beside.with_suffix(".md").read_text():
+        if (
+            page(results(read_runs(beside.with_suffix(".jsonl")), *plan_of_runs))
+            != beside.with_suffix(".md").read_text()
+        ):
             raise SystemExit("budget.md does not follow from budget.jsonl")
         return
     if options.out is None:
@@ -325,8 +344,8 @@ def main() -> None:
     if not options.only_results:
         train_all(options, file, out)
     runs = read_runs(file)
-    (file.parent / "budget.md").write_text(page(results(runs, *asked)), encoding="utf-8")
-    draw(runs, *asked, file.parent / "budget.png")
+    (file.parent / "budget.md").write_text(page(results(runs, *plan_of_runs)), encoding="utf-8")
+    draw(runs, *plan_of_runs, file.parent / "budget.png")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,9 @@ from matplotlib.figure import Figure
 
 from megatron_ext.evaluation.report import table
 
-ROW, BATCH, VOCABULARY = 512, 2, 2048
+ROW = 512
+BATCH = 2
+VOCABULARY = 2048
 DOCUMENT = 1_000  # characters of a training document: shorter than a row, so that packing has a choice
 WINDOWS = (64, 128, 256, 512)
 SHARED = WINDOWS[0]  # all models can be compared at this window
@@ -61,7 +63,7 @@ def planned(seeds: Sequence[int]) -> list[Planned]:
 
 def tables(numbers: dict[str, Any]) -> str:
     """Make the tables from the numbers of a .json file."""
-    by_length = {int(length): found for length, found in numbers["losses"].items()}
+    by_length = {int(length): losses_by_name for length, losses_by_name in numbers["losses"].items()}
     last = f"{WINDOWS[-1]} minus {WINDOWS[0]}"
     parts = []
     for heading, at in (
@@ -96,23 +98,23 @@ def tables(numbers: dict[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _paired(found: dict[str, list[float]], name: str, base: str) -> Mean:
-    return Mean.of(np.subtract(found[name], found[base]).tolist())
+def _paired(losses_by_name: dict[str, list[float]], name: str, base: str) -> Mean:
+    return Mean.of(np.subtract(losses_by_name[name], losses_by_name[base]).tolist())
 
 
-def _longest_minus_shortest(found: dict[str, list[float]], packing: str) -> Mean:
-    return _paired(found, name_of(packing, WINDOWS[-1]), name_of(packing, WINDOWS[0]))
+def _longest_minus_shortest(losses_by_name: dict[str, list[float]], packing: str) -> Mean:
+    return _paired(losses_by_name, name_of(packing, WINDOWS[-1]), name_of(packing, WINDOWS[0]))
 
 
 def draw(out: Path, seeds: Sequence[int], path: Path) -> None:
     """Draw the loss at the shared window by training window, a line for each packing and a point for each seed."""
     figure = Figure(figsize=(6, 4.4), layout="constrained")
     axis = figure.add_subplot()
-    found = losses(out, seeds, SHARED)
+    losses_by_name = losses(out, seeds, SHARED)
     for number, packing in enumerate(PACKINGS):
-        own = np.array([found[name_of(packing, window)] for window in WINDOWS])
-        axis.plot(WINDOWS, own.mean(axis=1), "-", color=f"C{number}", label=packing)
-        axis.plot(WINDOWS, own, ".", color=f"C{number}", alpha=0.5)
+        packing_losses = np.array([losses_by_name[name_of(packing, window)] for window in WINDOWS])
+        axis.plot(WINDOWS, packing_losses.mean(axis=1), "-", color=f"C{number}", label=packing)
+        axis.plot(WINDOWS, packing_losses, ".", color=f"C{number}", alpha=0.5)
     axis.set_xscale("log", base=2)
     axis.set_xticks(WINDOWS, [str(window) for window in WINDOWS])
     axis.set(xlabel="training window (tokens, log scale)", ylabel=f"held-out loss at {SHARED} tokens (nats)")

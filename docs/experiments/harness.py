@@ -83,7 +83,7 @@ def arguments(
     steps: int,
     seeds: Sequence[int],
     held_out: tuple[int, str] = (60, "held-out documents of each source that models are evaluated on"),
-    own: Mapping[str, Mapping[str, Any]] | None = None,
+    more_flags: Mapping[str, Mapping[str, Any]] | None = None,
     **positional: str,
 ) -> argparse.Namespace:
     """Parse the command line of an experiment; --check needs none of the folders.
@@ -101,7 +101,7 @@ def arguments(
     parser.add_argument("--steps", type=int, default=steps, help=f"of each run [{steps}]")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(seeds), help=f"[{' '.join(map(str, seeds))}]")
     parser.add_argument("--held-out", type=int, default=held_out[0], metavar="N", help=f"{held_out[1]} [{held_out[0]}]")
-    for flag, taken in (own or {}).items():
+    for flag, taken in (more_flags or {}).items():
         parser.add_argument(flag, **taken)
     parser.add_argument("--workers", type=int, default=2, help="runs at a time, a core each [2]")
     parser.add_argument("--results", type=Path, help="folder for .json, .md and .png [OUT/results]")
@@ -291,13 +291,13 @@ def evaluate(
     )
 
     def one(seed: int) -> None:
-        own = [plan for plan in plans if plan.seed == seed]
+        seed_plans = [plan for plan in plans if plan.seed == seed]
         target = out / "evaluations" / f"seed_{seed}"
-        if (target / "perplexity.json").exists() and set(read_evaluation(target)) >= {plan.name for plan in own}:
+        if (target / "perplexity.json").exists() and set(read_evaluation(target)) >= {plan.name for plan in seed_plans}:
             return
         flags = ["--data-path", *(out / "data" / f"valid-{source}" for source in sources), "--lengths", *lengths]
         flags += ["--documents-per-source", documents, "--min-tokens", tokens, "--max-tokens", 2 * tokens]
-        models = [plan.folder(out) for plan in own]
+        models = [plan.folder(out) for plan in seed_plans]
         command("tools/evaluate.py", "perplexity", *models, *flags, "--output", target, "--overwrite")
 
     with ThreadPoolExecutor(workers) as pool:
@@ -307,11 +307,11 @@ def evaluate(
 
 def read_evaluation(target: Path, task: str = "all") -> dict[str, dict[int, float]]:
     """Read each model's loss on a source's documents, or on all, by window length."""
-    found: dict[str, dict[int, float]] = {}
+    loss_by_model: dict[str, dict[int, float]] = {}
     for result in json.loads((target / "perplexity.json").read_text(encoding="utf-8"))["results"]:
         if (result["task"], result["metric"]) == (task, "loss") and "position" not in result:
-            found.setdefault(result["model"], {})[result["length"]] = result["value"]
-    return found
+            loss_by_model.setdefault(result["model"], {})[result["length"]] = result["value"]
+    return loss_by_model
 
 
 def losses(out: Path, seeds: Sequence[int], length: int) -> dict[str, list[float]]:
@@ -328,17 +328,21 @@ def bootstrap(out: Path, seed: int, length: int) -> dict[str, dict[str, float]]:
     return {pair["second"]: pair for pair in pairs if pair["length"] == length}
 
 
-def differences(found: dict[str, list[float]], base: str) -> dict[str, Mean]:
+def differences(losses_by_name: dict[str, list[float]], base: str) -> dict[str, Mean]:
     """Return each model's mean difference from `base`, paired by seed: runs of a seed read the same rows in order."""
-    return {name: Mean.of(np.subtract(own, found[base]).tolist()) for name, own in found.items() if name != base}
+    return {
+        name: Mean.of(np.subtract(model_losses, losses_by_name[base]).tolist())
+        for name, model_losses in losses_by_name.items()
+        if name != base
+    }
 
 
 def records(plans: Sequence[Planned], out: Path) -> dict[str, list[Run]]:
     """Load the runs by name, in the order of seeds."""
-    found: dict[str, list[Run]] = {}
+    runs_by_name: dict[str, list[Run]] = {}
     for plan in plans:
-        found.setdefault(plan.name, []).append(load_run(plan.folder(out)))
-    return found
+        runs_by_name.setdefault(plan.name, []).append(load_run(plan.folder(out)))
+    return runs_by_name
 
 
 def layers(run: Run, key: str) -> tuple[np.ndarray, np.ndarray]:
@@ -368,16 +372,16 @@ def check(page: Path, tables: Callable[[Any], str]) -> None:
     Raises:
         SystemExit: the page has a table that does not follow from them, or none of a file.
     """
-    found = _tables(page.read_text(encoding="utf-8"))
-    made: list[str] = []
+    page_tables = _tables(page.read_text(encoding="utf-8"))
+    file_tables: list[str] = []
     for file in sorted(page.parent.glob(f"{page.stem}*.json")):
-        own = _tables(tables(json.loads(file.read_text(encoding="utf-8"))))
-        made += own
-        if not set(own) & set(found):
+        new_tables = _tables(tables(json.loads(file.read_text(encoding="utf-8"))))
+        file_tables += new_tables
+        if not set(new_tables) & set(page_tables):
             raise SystemExit(f"{page.name} has no table of {file.name}")
-    for one in found:
-        if one not in made:
-            raise SystemExit(f"{page.name}: this table does not follow from its .json files\n{one}")
+    for page_table in page_tables:
+        if page_table not in file_tables:
+            raise SystemExit(f"{page.name}: this table does not follow from its .json files\n{page_table}")
 
 
 def _tables(markdown: str) -> list[str]:

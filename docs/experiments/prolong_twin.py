@@ -48,27 +48,27 @@ def results(models: dict[str, Losses]) -> dict[str, dict[str, dict[str, float]]]
     """Compute each model's mean loss by bin, and its difference from stage s512 with a 95 % interval."""
     rows, length = models["s512"].shape
     draws = np.random.default_rng(0).integers(0, rows, (DRAWS, rows))
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    bins_by_model: dict[str, dict[str, dict[str, float]]] = {}
     for name, losses in models.items():
-        found[name] = {}
+        bins_by_model[name] = {}
         for first, last in [*bins_of(length), (0, length)]:
             mean = losses[:, first:last].mean(axis=1)
             difference = mean - models["s512"][:, first:last].mean(axis=1)
             low, high = np.percentile(difference[draws].mean(axis=1), [2.5, 97.5])
-            found[name][f"{first}-{last}"] = {
+            bins_by_model[name][f"{first}-{last}"] = {
                 "loss": float(mean.mean()),
                 "difference": float(difference.mean()),
                 "low": float(low),
                 "high": float(high),
             }
-    return found
+    return bins_by_model
 
 
-def tables(found: dict[str, dict[str, dict[str, float]]]) -> str:
+def tables(bins_by_model: dict[str, dict[str, dict[str, float]]]) -> str:
     """Make the table of losses from the numbers of the .json file."""
-    *columns, whole = found["s512"]
+    *columns, whole = bins_by_model["s512"]
     rows = [
-        [label, *(f"{found[name][column]['loss']:.3f}" for column in (*columns, whole))]
+        [label, *(f"{bins_by_model[name][column]['loss']:.3f}" for column in (*columns, whole))]
         for name, label in MODELS.items()
     ]
     return table(["model", *columns, "all"], rows)
@@ -107,10 +107,10 @@ def main() -> None:
         check(beside.with_suffix(".md"), tables)
         return
     models = {name: losses_of(options.eval / f"{name}.zarr") for name in MODELS}
-    found = results(models)
-    options.json.write_text(json.dumps(found, indent=1) + "\n")
+    bins_by_model = results(models)
+    options.json.write_text(json.dumps(bins_by_model, indent=1) + "\n")
     draw(models, options.figure)
-    print(tables(found))
+    print(tables(bins_by_model))
 
 
 if __name__ == "__main__":

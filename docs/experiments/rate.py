@@ -29,7 +29,8 @@ VOCABULARY = 1024  # of budget.py's 17 novels this makes 4.3M tokens, more than 
 LENGTHS = (32, ROW)
 RATES = range(5)  # k of 2e-3 * sqrt(2)^k
 LIMITS = (-4, 12)
-TUNING_SEEDS, SEEDS = (21, 22, 23), tuple(range(31, 38))
+TUNING_SEEDS = (21, 22, 23)
+SEEDS = tuple(range(31, 38))
 
 
 def rate(k: int) -> float:
@@ -49,7 +50,10 @@ def tested(best: Best, budgets: Sequence[int], seeds: Sequence[int]) -> list[Pla
     for arm in ARMS:
         rates[arm, last].add(best[arm, first])
     return [
-        Plan(arm, rate(k), steps, seed) for seed in seeds for (arm, steps), own in rates.items() for k in sorted(own)
+        Plan(arm, rate(k), steps, seed)
+        for seed in seeds
+        for (arm, steps), exponents in rates.items()
+        for k in sorted(exponents)
     ]
 
 
@@ -62,8 +66,8 @@ def prepare_halves(novels: Path, out: Path) -> list[object]:
         prefix = data / half
         if not prefix.with_suffix(".idx").exists():
             prefix.with_suffix(".jsonl").write_text("".join(lines[number::2]), encoding="utf-8")
-            own = ["--input", prefix.with_suffix(".jsonl"), "--output-prefix", prefix]
-            command("tools/preprocess_data.py", *own, "--tokenizer-model", data / "tokenizer")
+            files = ["--input", prefix.with_suffix(".jsonl"), "--output-prefix", prefix]
+            command("tools/preprocess_data.py", *files, "--tokenizer-model", data / "tokenizer")
     return flags
 
 
@@ -73,8 +77,8 @@ def evaluate(folder: Path, out: Path, count: int) -> dict[str, dict[int, float]]
     flags = ["--data-path", *halves.values(), "--lengths", *LENGTHS, "--documents-per-source", count]
     flags += ["--min-tokens", ROW, "--max-tokens", 2 * ROW, "--output", folder / "evaluation", "--overwrite"]
     command("tools/evaluate.py", "perplexity", folder, *flags)
-    found = {half: read_evaluation(folder / "evaluation", task) for half, task in halves.items()}
-    return {half: losses for half, by_model in found.items() for losses in by_model.values()}
+    loss_by_half = {half: read_evaluation(folder / "evaluation", task) for half, task in halves.items()}
+    return {half: losses for half, by_model in loss_by_half.items() for losses in by_model.values()}
 
 
 def read_runs(file: Path) -> Losses:
@@ -89,12 +93,12 @@ def read_runs(file: Path) -> Losses:
 
 def tried(runs: Losses, arm: str, steps: int, seeds: Sequence[int]) -> dict[int, float]:
     """Return the mean loss of the tuning half at the full row, by k, of the rates at which all these seeds are done."""
-    found = {}
+    loss_by_exponent = {}
     for k in range(LIMITS[0], LIMITS[1] + 1):
         plans = [Plan(arm, rate(k), steps, seed) for seed in seeds]
         if all(plan in runs for plan in plans):
-            found[k] = float(np.mean([runs[plan]["tuning"][ROW] for plan in plans]))
-    return found
+            loss_by_exponent[k] = float(np.mean([runs[plan]["tuning"][ROW] for plan in plans]))
+    return loss_by_exponent
 
 
 def choose(runs: Losses, budgets: Sequence[int], seeds: Sequence[int]) -> tuple[Best, list[Plan]]:
@@ -149,10 +153,10 @@ def million(steps: int) -> str:
 def rate_table(runs: Losses, best: Best, seeds: Sequence[int]) -> str:
     """Make the table of the losses by arm, budget and learning rate."""
     means = {key: tried(runs, *key, seeds) for key in best}
-    rates = sorted({k for own in means.values() for k in own})
+    rates = sorted({k for arm_means in means.values() for k in arm_means})
     rows = []
-    for (arm, steps), own in means.items():
-        losses = [f"{own[k]:.4f}" if k in own else "" for k in rates]
+    for (arm, steps), arm_means in means.items():
+        losses = [f"{arm_means[k]:.4f}" if k in arm_means else "" for k in rates]
         rows.append([arm, million(steps), *losses, f"{rate(best[arm, steps]):g}"])
     return table(["arm", "tokens", *(f"{rate(k):g}" for k in rates), "best"], rows)
 
@@ -176,8 +180,8 @@ def gain_table(runs: Losses, best: Best, budgets: Sequence[int], seeds: Sequence
         for number, steps in enumerate(budgets)
     ]
     slopes = [np.polyfit(np.log2(budgets), values, 1)[0] for values in columns.values()]
-    rows.append(["slope", *(Mean.of(own.tolist()) for own in slopes)])
-    rows.append(["its p", *(f"{stats.ttest_1samp(own, 0).pvalue:.2g}" for own in slopes)])
+    rows.append(["slope", *(Mean.of(seed_values.tolist()) for seed_values in slopes)])
+    rows.append(["its p", *(f"{stats.ttest_1samp(seed_values, 0).pvalue:.2g}" for seed_values in slopes)])
     return table(["tokens", *columns], rows)
 
 
@@ -186,9 +190,11 @@ def carried_table(runs: Losses, best: Best, budgets: tuple[int, int], seeds: Seq
     first, last = budgets
     rows: list[list[object]] = []
     for arm in ARMS:
-        old, own = best[arm, first], best[arm, last]
-        more = tested_losses(runs, arm, last, old, ROW, seeds) - tested_losses(runs, arm, last, own, ROW, seeds)
-        rows.append([arm, f"{rate(old):g}", f"{rate(own):g}", Mean.of(more.tolist())])
+        first_exponent, best_exponent = best[arm, first], best[arm, last]
+        more = tested_losses(runs, arm, last, first_exponent, ROW, seeds) - tested_losses(
+            runs, arm, last, best_exponent, ROW, seeds
+        )
+        rows.append([arm, f"{rate(first_exponent):g}", f"{rate(best_exponent):g}", Mean.of(more.tolist())])
     return table(["arm", "its rate", "own best", "difference"], rows)
 
 
@@ -210,10 +216,10 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="runs at a time, a core each [2]")
     parser.add_argument("--check", action="store_true", help="compare the page with its runs; nothing is trained")
     options = parser.parse_args()
-    asked = (options.budgets, options.tuning_seeds, options.seeds)
+    grid = (options.budgets, options.tuning_seeds, options.seeds)
     beside = Path(__file__)
     if options.check:
-        if page(results(read_runs(beside.with_suffix(".jsonl")), *asked)) != beside.with_suffix(".md").read_text():
+        if page(results(read_runs(beside.with_suffix(".jsonl")), *grid)) != beside.with_suffix(".md").read_text():
             raise SystemExit("rate.md does not follow from rate.jsonl")
         return
     if options.out is None:
@@ -222,9 +228,9 @@ def main() -> None:
     file = (options.runs or out / "results" / "rate.jsonl").resolve()
     file.parent.mkdir(parents=True, exist_ok=True)
     data = prepare_halves(options.novels, out)
-    while plans := missing(read_runs(file), *asked):
+    while plans := missing(read_runs(file), *grid):
         run_all(plans, file, out, data, options.held_out, options.workers, losses=evaluate)
-    (file.parent / "rate.md").write_text(page(results(read_runs(file), *asked)), encoding="utf-8")
+    (file.parent / "rate.md").write_text(page(results(read_runs(file), *grid)), encoding="utf-8")
 
 
 if __name__ == "__main__":

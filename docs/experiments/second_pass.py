@@ -41,8 +41,8 @@ COLUMNS: dict[str, tuple[str, ...]] = {
 
 def planned(seeds: Sequence[int], out: Path) -> list[list[Planned]]:
     """List the runs: the repeated ones, and then both arms of each seed."""
-    own = [Planned(seed, arm, flags) for seed in seeds for arm, flags in ARMS.items()]
-    return [token_weighting.planned(seeds[:1], out, REPEATED), own]
+    both_arms = [Planned(seed, arm, flags) for seed in seeds for arm, flags in ARMS.items()]
+    return [token_weighting.planned(seeds[:1], out, REPEATED), both_arms]
 
 
 def published(seeds: Sequence[int]) -> Values:
@@ -80,7 +80,8 @@ def results(file: Path, asked: Sequence[int]) -> list[str]:
 
 def repeated(file: Path, seed: int) -> list[str]:
     """Compare the repeated runs with the published ones, and give the share of a step that the scores take."""
-    runs, before = token_weighting.read_runs(file), published([seed])
+    runs = token_weighting.read_runs(file)
+    before = published([seed])
     done = [arm for arm in REPEATED if (seed, arm) in runs]
     away = [abs(runs[seed, arm][name] - before[arm][name][0]) for arm in done for name in runs[seed, arm]]
     parts = [f"Trained again, seed {seed}, {' and '.join(done)}: no measure differs by more than {max(away):.1g} nats."]
@@ -106,7 +107,7 @@ def main() -> None:
         seeds=SEEDS,
         held_out=(1024, "held-out rows that models are evaluated on"),
         novels="folder of .txt novels",
-        own={"--runs": {"type": Path, "help": "file with a line for each run [OUT/results/second_pass.jsonl]"}},
+        more_flags={"--runs": {"type": Path, "help": "file with a line for each run [OUT/results/second_pass.jsonl]"}},
         hf="the Llama of 260K parameters as a Hugging Face folder",
         out="folder for data, runs and results",
     )

@@ -34,7 +34,8 @@ from matplotlib.figure import Figure
 from megatron_ext.evaluation.report import table
 from megatron_ext.monitoring.report import RUN_COLORS, Run
 
-ROW, VOCABULARY = 512, 2048
+ROW = 512
+VOCABULARY = 2048
 LENGTHS = (64, 128, 256, 512)
 VALID_ROWS = 16  # rows of each validation during training
 ENDS = (LENGTHS[0], LENGTHS[-1])
@@ -84,10 +85,11 @@ def attention_at_end(run: Run, key: str) -> float:
 
 def loss_tables(by_length: dict[int, dict[str, list[float]]]) -> list[str]:
     """Return tables of held-out losses: by window, the gain of a long window, and growing minus shrinking windows."""
-    names, seeds = list(by_length[ROW]), len(by_length[ROW][BASE])
-    found = {length: differences(by_length[length], BASE) for length in LENGTHS}
+    names = list(by_length[ROW])
+    seeds = len(by_length[ROW][BASE])
+    differences_by_length = {length: differences(by_length[length], BASE) for length in LENGTHS}
     rows: list[list[object]] = [[BASE, *(f"{np.mean(by_length[length][BASE]):.4f}" for length in LENGTHS)]]
-    rows += [[name, *(found[length][name] for length in LENGTHS)] for name in names if name != BASE]
+    rows += [[name, *(differences_by_length[length][name] for length in LENGTHS)] for name in names if name != BASE]
     short, long = (by_length[length] for length in ENDS)
     worth = [[name, Mean.of(np.subtract(short[name], long[name]).tolist())] for name in names]
     parts = [
@@ -108,51 +110,55 @@ def results(out: Path, seeds: Sequence[int], schedules: Sequence[str]) -> dict[s
     """Compute the numbers behind the tables."""
     runs = records(planned(seeds, schedules), out)
     by_length = {length: losses(out, seeds, length) for length in LENGTHS}
-    found = {length: differences(by_length[length], BASE) for length in LENGTHS}
+    differences_by_length = {length: differences(by_length[length], BASE) for length in LENGTHS}
     base = runs[BASE]
     at_end: dict[str, list[float]] = {}  # the base's
     numbers: dict[str, Any] = {"seeds": list(seeds), "losses": by_length, "schedules": {}}
-    for name, own in runs.items():
+    for name, schedule_runs in runs.items():
         saved = {
-            key: Mean.of([1 - spent(run, key) / spent(other, key) for run, other in zip(own, base, strict=True)])
+            key: Mean.of(
+                [1 - spent(run, key) / spent(other, key) for run, other in zip(schedule_runs, base, strict=True)]
+            )
             for key in ("flops", "step_time_s")
         }
-        ends = {key: [attention_at_end(run, key) for run in own] for key in ATTENTION}
+        ends = {key: [attention_at_end(run, key) for run in schedule_runs] for key in ATTENTION}
         at_end = at_end or ends
         less = {key: Mean.of(np.subtract(values, at_end[key]).tolist()) for key, values in ends.items()}
         numbers["schedules"][name] = {
-            "differences": {length: vars(found[length][name]) for length in LENGTHS} if name != BASE else {},
+            "differences": {length: vars(differences_by_length[length][name]) for length in LENGTHS}
+            if name != BASE
+            else {},
             "bootstrap": {s: {n: bootstrap(out, s, n).get(name) for n in LENGTHS} for s in seeds},
-            "saved": {key: vars(one) for key, one in saved.items()},
+            "saved": {key: vars(mean) for key, mean in saved.items()},
             "attention": ends,
-            "attention_less": {key: vars(one) for key, one in less.items()},
+            "attention_less": {key: vars(mean) for key, mean in less.items()},
         }
     return numbers
 
 
 def tables(numbers: dict[str, Any]) -> str:
     """Make the tables from the numbers of a .json file."""
-    parts = loss_tables({int(length): found for length, found in numbers["losses"].items()})
+    parts = loss_tables({int(length): losses_by_name for length, losses_by_name in numbers["losses"].items()})
     schedules = numbers["schedules"]
     costs = [
         [
             name,
-            *(_percent(Mean(**saved)) for saved in own["saved"].values()),
+            *(_percent(Mean(**saved)) for saved in schedule["saved"].values()),
             *(
-                f"{np.mean(own['attention'][key]):.3f}" if name == BASE else Mean(**less)
-                for key, less in own["attention_less"].items()
+                f"{np.mean(schedule['attention'][key]):.3f}" if name == BASE else Mean(**less)
+                for key, less in schedule["attention_less"].items()
             ),
         ]
-        for name, own in schedules.items()
+        for name, schedule in schedules.items()
     ]
     parts += [
         f"Saved against {BASE}, and attention (mean of layers) in the last tenth of the steps, likewise.",
         table(["schedule", "FLOPs saved", "time saved", "entropy", "heads with a sink"], costs),
     ]
     within = [
-        [seed, name, *(_span(own["bootstrap"][str(seed)][str(length)]) for length in LENGTHS)]
+        [seed, name, *(_span(schedule["bootstrap"][str(seed)][str(length)]) for length in LENGTHS)]
         for seed in numbers["seeds"]
-        for name, own in schedules.items()
+        for name, schedule in schedules.items()
         if name != BASE
     ]
     parts += [
@@ -166,8 +172,8 @@ def _percent(saved: Mean) -> str:
     return f"{100 * saved.value:+.1f} %" + ("" if saved.half_width < 0.0005 else f" ± {100 * saved.half_width:.1f}")
 
 
-def _span(found: dict[str, float] | None) -> str:
-    return "" if found is None else f"{found['value']:+.4f} [{found['low']:+.4f}, {found['high']:+.4f}]"
+def _span(interval: dict[str, float] | None) -> str:
+    return "" if interval is None else f"{interval['value']:+.4f} [{interval['low']:+.4f}, {interval['high']:+.4f}]"
 
 
 def draw(out: Path, seeds: Sequence[int], schedules: Sequence[str], path: Path) -> None:
@@ -175,15 +181,15 @@ def draw(out: Path, seeds: Sequence[int], schedules: Sequence[str], path: Path) 
     runs = records(planned(seeds, schedules), out)
     figure = Figure(figsize=(14, 4.4), layout="constrained")
     loss, *attention = figure.subplots(1, 1 + len(ATTENTION))
-    for number, (name, own) in enumerate(runs.items()):
+    for number, (name, schedule_runs) in enumerate(runs.items()):
         colour = RUN_COLORS[number % len(RUN_COLORS)]
         less = [
             run.validation["valid_loss"].values - base.validation["valid_loss"].values
-            for run, base in zip(own, runs[BASE], strict=True)
+            for run, base in zip(schedule_runs, runs[BASE], strict=True)
         ]
-        loss.plot(own[0].validation["valid_loss"].steps, np.mean(less, axis=0), color=colour, label=name)
+        loss.plot(schedule_runs[0].validation["valid_loss"].steps, np.mean(less, axis=0), color=colour, label=name)
         for axis, key in zip(attention, ATTENTION, strict=True):
-            measured = [layers(run, key) for run in own]
+            measured = [layers(run, key) for run in schedule_runs]
             axis.plot(measured[0][0], np.mean([values for _, values in measured], axis=0), color=colour)
     loss.legend(frameon=False, fontsize=8)
     _label(loss, f"validation loss at {ROW} minus {BASE}'s (nats)")
@@ -198,7 +204,7 @@ def _label(axis: Axes, unit: str) -> None:
 
 
 def main() -> None:
-    own: dict[str, dict[str, Any]] = {
+    more_flags: dict[str, dict[str, Any]] = {
         "--batch-size": {"type": int, "default": 8, "help": "rows of a step [8]"},
         "--schedules": {"nargs": "+", "choices": SCHEDULES, "default": list(SCHEDULES), "help": f"with {BASE} [all]"},
     }
@@ -206,14 +212,15 @@ def main() -> None:
         __doc__,
         steps=500,
         seeds=(1, 2, 3),
-        own=own,
+        more_flags=more_flags,
         novels="folder of .txt novels",
         out="folder for data, runs and results",
     )
     if options.check:
         check(Path(__file__).with_suffix(".md"), tables)
         return
-    out, schedules = options.out.resolve(), [BASE, *options.schedules]
+    out = options.out.resolve()
+    schedules = [BASE, *options.schedules]
     plans = planned(options.seeds, schedules)
     if not options.only_results:
         data = prepare(options.novels, out, VOCABULARY)

@@ -30,8 +30,11 @@ from megatron_ext.monitoring.report import Run, load_run
 from megatron_ext.run.inputs import open_rows
 from megatron_ext.token_weighting.store import ScoreStore
 
-SHORT, ROW = 256, 1024
-STEPS, BASE_STEPS, BASE_SEED = 160, 500, 1
+SHORT = 256
+ROW = 1024
+STEPS = 160
+BASE_STEPS = 500
+BASE_SEED = 1
 ROTARY_BASE = 63_496  # dynamic NTK, 10000 * 4^(8/6): the base of the scorer too, as in the run
 SHAPE: list[object] = [
     *("--num-layers", 5, "--hidden-size", 64, "--ffn-hidden-size", 172, "--num-attention-heads", 8),
@@ -141,7 +144,9 @@ def run_all(options: Any, out: Path, file: Path, groups: Sequence[Sequence[Plann
     """Train, score and measure the runs that have no line in the file, one group after another."""
     hf = options.hf.resolve()
     prepare_novels(options.novels, hf, out)
-    data, base, stride = of_data("train", hf, out), out / "base", SHORT * 3 // 4
+    data = of_data("train", hf, out)
+    base = out / "base"
+    stride = SHORT * 3 // 4
     optimizer = [*OPTIMIZER, "--lr-warmup-iters", options.steps // 8]
     if not is_done(base):
         first = ["--seq-length", SHORT, "--global-batch-size", 16, "--micro-batch-size", 16, "--seed", BASE_SEED]
@@ -152,7 +157,8 @@ def run_all(options: Any, out: Path, file: Path, groups: Sequence[Sequence[Plann
     rows = ["--seq-length", ROW, "--global-batch-size", 4, "--micro-batch-size", 4, "--train-iters", options.steps]
     common = [*SHAPE, *optimizer, *data, *rows, "--init-from", base, "--rotary-base", ROTARY_BASE]
     held_out = [*of_data("valid", hf, out), "--seq-length", ROW, "--micro-batch-size", 4, "--seed", 0]
-    names, lock = held_out_names(hf, out, options.held_out), threading.Lock()
+    names = held_out_names(hf, out, options.held_out)
+    lock = threading.Lock()
 
     def evaluate(plan: Planned) -> None:
         for context, step, count in ((ROW, ROW, options.held_out), (SHORT, stride, min(options.held_out, GAIN_ROWS))):
@@ -206,12 +212,14 @@ def find_names(row: TokenRow, texts: list[str], common: set[str]) -> list[Name]:
     the row, also at the start of a sentence, count as having been seen.
     """
     pieces = [texts[token] for token in row.tokens]
-    text, starts = "".join(pieces), np.cumsum([0, *map(len, pieces)])
+    text = "".join(pieces)
+    starts = np.cumsum([0, *map(len, pieces)])
     seen: dict[str, int] = {}
     names = []
     for match in WORD.finditer(text):
         first, last = np.searchsorted(starts, [match.start(), match.end() - 1], side="right") - 1
-        word, before = match[0], seen.get(match[0])
+        word = match[0]
+        before = seen.get(match[0])
         seen[word] = int(first)
         is_name = word.lower() not in common and INSIDE_SENTENCE.search(text, 0, match.start())
         if is_name and first > SHORT:
@@ -246,9 +254,9 @@ def measured(out: Path, plan: Planned, names: list[list[Name]]) -> dict[str, flo
             for context, count in ((ROW, len(names)), (SHORT, gained))
         )
     )
-    found = {}
+    means = {}
     for kind, values_RL in (("loss", whole_RL), ("gain", short_RL - whole_RL[:gained])):
-        found[kind] = float(values_RL.mean())
+        means[kind] = float(values_RL.mean())
         for group in GROUPS:
             tokens = [
                 values[name.tokens[0] - 1 : name.tokens[-1]]  # the loss of token i + 1 is at i
@@ -256,9 +264,9 @@ def measured(out: Path, plan: Planned, names: list[list[Name]]) -> dict[str, flo
                 for name in row
                 if name.group == group
             ]
-            found[f"{kind}_{group}"] = float(np.mean([own.sum() for own in tokens]))
-            found[f"{kind}_{group}{OF_TOKEN}"] = float(np.concatenate(tokens).mean())
-    return found
+            means[f"{kind}_{group}"] = float(np.mean([row_losses.sum() for row_losses in tokens]))
+            means[f"{kind}_{group}{OF_TOKEN}"] = float(np.concatenate(tokens).mean())
+    return means
 
 
 def results(
@@ -268,7 +276,9 @@ def results(
     done = [arm for arm in ARMS if all((seed, arm) in runs for seed in seeds)]
     if not set(COMPARED) <= set(done):
         raise SystemExit(f"the runs of {', '.join(COMPARED)} are not finished for all seeds")
-    values = {arm: {one: [runs[seed, arm][one] for seed in seeds] for one in runs[seeds[0], arm]} for arm in done}
+    values = {
+        arm: {measure: [runs[seed, arm][measure] for seed in seeds] for measure in runs[seeds[0], arm]} for arm in done
+    }
     counts = {group: sum(name.group == group for row in names for name in row) for group in GROUPS}
     return {"seeds": list(seeds), "names": counts, "values": values}
 
@@ -285,7 +295,8 @@ def less(values: Values, arm: str, other: str, *measures: str | None) -> Mean:
 
 def tables(numbers: dict[str, Any]) -> str:
     """Make the tables from the numbers of a .json file."""
-    values, seeds = numbers["values"], len(numbers["seeds"])
+    values = numbers["values"]
+    seeds = len(numbers["seeds"])
     parts = []
     for kind, title in KINDS.items():
         first, near, far = (f"{kind}_{group}{OF_TOKEN}" for group in GROUPS)
@@ -293,7 +304,9 @@ def tables(numbers: dict[str, Any]) -> str:
         uniform = [f"{contrast(values, 'uniform', *column).mean():.4f}" for column in columns]
         rows: list[list[object]] = [[ARMS["uniform"], *uniform]]
         rows += [
-            [ARMS[arm], *(less(values, arm, "uniform", *one) for one in columns)] for arm in values if arm != "uniform"
+            [ARMS[arm], *(less(values, arm, "uniform", *column) for column in columns)]
+            for arm in values
+            if arm != "uniform"
         ]
         parts += [
             f"{title} (nats per token; of names, per token of the names), {seeds} seeds; below uniform the difference "
@@ -353,7 +366,9 @@ def main() -> None:
         seeds=range(1, 16),
         held_out=(1024, "held-out rows that models are evaluated on"),
         novels="folder of .txt novels",
-        own={"--runs": {"type": Path, "help": "file with a line for each run [OUT/results/token_weighting.jsonl]"}},
+        more_flags={
+            "--runs": {"type": Path, "help": "file with a line for each run [OUT/results/token_weighting.jsonl]"}
+        },
         hf="the Llama of 260K parameters as a Hugging Face folder",
         out="folder for data, runs and results",
     )

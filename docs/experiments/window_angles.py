@@ -27,7 +27,9 @@ ARMS = {
     "growing_both": "both (YaRN)",
 }
 SEEDS = (8, 9, 10)
-SLOW, FAST = 1, 32  # YaRN's: pairs that turn less often than SLOW in a row are stretched, those above FAST are kept
+# YaRN's: pairs that turn less often than SLOW in a row are stretched, those above FAST are kept
+SLOW = 1
+FAST = 32
 
 
 def train(angles: bool, scores: bool, argv: list[str]) -> int:
@@ -43,7 +45,9 @@ def train(angles: bool, scores: bool, argv: list[str]) -> int:
     from megatron_ext.run.batches import BatchMaker
     from pretrain_skyladder import main
 
-    plain_at, plain_forward, row = rope.Frequencies.at, model.PackedAttention.forward, budget.ROW
+    plain_at = rope.Frequencies.at
+    plain_forward = model.PackedAttention.forward
+    row = budget.ROW
 
     def with_window(self: BatchMaker, batches: list[Any], window: int) -> list[Any]:
         return [replace(batch, rotary_base=float(window)) for batch in batches]
@@ -77,17 +81,17 @@ def trainer(arm: str) -> list[object]:
 def results(runs: budget.Losses, rate: float, steps: int, seeds: Sequence[int]) -> list[str]:
     """Make the table of the runs that are done: the loss of plain, and of each arm what it adds to it."""
     plans = {arm: [budget.Plan(arm, rate, steps, seed) for seed in seeds] for arm in ARMS}
-    if not all(plan in runs for own in plans.values() for plan in own):
+    if not all(plan in runs for arm_plans in plans.values() for plan in arm_plans):
         return ["Not yet run."]
     losses = {
-        arm: {length: np.array([runs[plan][length] for plan in own]) for length in budget.LENGTHS}
-        for arm, own in plans.items()
+        arm: {length: np.array([runs[plan][length] for plan in arm_plans]) for length in budget.LENGTHS}
+        for arm, arm_plans in plans.items()
     }
     plain = losses["growing"]
     rows: list[list[object]] = [["plain", *(f"{plain[length].mean():.4f}" for length in budget.LENGTHS)]]
-    for arm, own in losses.items():
+    for arm, arm_losses in losses.items():
         if arm != "growing":
-            rows.append([ARMS[arm], *(Mean.of((own[n] - plain[n]).tolist()) for n in budget.LENGTHS)])
+            rows.append([ARMS[arm], *(Mean.of((arm_losses[n] - plain[n]).tolist()) for n in budget.LENGTHS)])
     return [
         f"Held-out loss after {steps:,} steps at a peak rate of {rate:g}, {len(seeds)} seeds; below plain the "
         "difference from it, paired by seed, ± half the 95 % interval over seeds; bold: it excludes 0.",
@@ -107,11 +111,12 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, help="file with a line for each run [OUT/results/window_angles.jsonl]")
     parser.add_argument("--check", action="store_true", help="compare the page with its runs; nothing is trained")
     options = parser.parse_args()
-    beside, asked = Path(__file__), (options.rate, options.steps, options.seeds)
+    beside = Path(__file__)
+    plan_of_runs = (options.rate, options.steps, options.seeds)
     page = beside.with_suffix(".md")
     design, _, _ = page.read_text(encoding="utf-8").partition("\n## Results\n")
     if options.check:
-        parts = results(budget.read_runs(beside.with_suffix(".jsonl")), *asked)
+        parts = results(budget.read_runs(beside.with_suffix(".jsonl")), *plan_of_runs)
         if "\n\n".join([f"{design}\n## Results", *parts]) + "\n" != page.read_text(encoding="utf-8"):
             raise SystemExit("window_angles.md does not follow from window_angles.jsonl")
         return
@@ -123,7 +128,7 @@ def main() -> None:
     data = budget.prepare_documents(options.novels, out)
     plans = [budget.Plan(arm, options.rate, options.steps, seed) for seed in options.seeds for arm in ARMS]
     budget.run_all(plans, file, out, data, options.held_out, options.workers, trainer)
-    parts = results(budget.read_runs(file), *asked)
+    parts = results(budget.read_runs(file), *plan_of_runs)
     (file.parent / "window_angles.md").write_text(
         "\n\n".join([f"{design}\n## Results", *parts]) + "\n", encoding="utf-8"
     )

@@ -38,7 +38,7 @@ from megatron_ext.rehearsal import cuda_mock
 cuda_mock.install()
 torch.cuda.get_device_capability = lambda *_: divmod(int(ARCH), 10)
 
-# a scheduler of the kernels for Blackwell asks the driver for the number of SMs, that of a B200
+# a scheduler of the kernels for Blackwell asks the driver for the number of SMs, a B200's
 cutlass.utils.HardwareInfo = lambda: SimpleNamespace(get_device_multiprocessor_count=lambda: 148)
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -78,7 +78,7 @@ def trained() -> Iterator[benchmark.Case]:
 
 
 def rename_cache(version: str) -> None:
-    """Rename the folder of this Python's kernels to that of another version."""
+    """Rename the folder of this Python's kernels to another version's name."""
     from flash_attn.cute import cache_utils
 
     folder = cache_utils.get_cache_path() / cache_utils._compute_source_fingerprint()

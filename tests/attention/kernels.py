@@ -1,4 +1,4 @@
-"""What the tests of kernels share: calls, their inputs, and what a kernel says against the reference in float64."""
+"""Calls, inputs and references for the tests of kernels: what a kernel computes, against the reference in float64."""
 
 from collections.abc import Sequence
 
@@ -40,8 +40,8 @@ def assert_right(attend: Attend, inputs: list[Tensor], call: AttentionCall, tole
     """Compare a kernel's output and gradients with the reference's in float64."""
     names = ("out", "dq", "dk", "dv", "ds")[: len(inputs)]
     exact = results(reference.attend, [x.double() for x in inputs], call)
-    for name, got, want in zip(names, results(attend, inputs, call), exact, strict=True):
-        assert got.dtype == inputs[0].dtype
+    for name, actual, want in zip(names, results(attend, inputs, call), exact, strict=True):
+        assert actual.dtype == inputs[0].dtype
         torch.testing.assert_close(
-            got.double(), want, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            actual.double(), want, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
         )

@@ -19,11 +19,18 @@ CUDA = torch.device("cuda")
 
 
 def packed(
-    query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float, left: int, sink: Any = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    scale: float,
+    left_window: int,
+    sink: Any = None,
 ) -> Tensor:
-    """What such a kernel computes with a window of (left, 0)."""
+    """Compute what such a kernel does with a window of (left, 0)."""
     assert cu_q.dtype == cu_k.dtype == torch.int32
-    call = AttentionCall.of(cu_q.numpy(), cu_k.numpy(), None if left == -1 else left)
+    call = AttentionCall.of(cu_q.numpy(), cu_k.numpy(), None if left_window == -1 else left_window)
     return reference.attend(QKV(query, key, value, sink), call, scale)
 
 
@@ -95,8 +102,8 @@ def flash_attn_varlen_func_of_4(
     assert causal
     assert (max_seqlen_q, max_seqlen_k) == (3, 5)
     assert window_size in ((None, None), (2, 0))
-    left = -1 if window_size[0] is None else window_size[0]
-    return packed(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, left, learnable_sink), None
+    left_window = -1 if window_size[0] is None else window_size[0]
+    return packed(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, left_window, learnable_sink), None
 
 
 @pytest.mark.parametrize("left_window", [None, 2])
@@ -113,7 +120,7 @@ def install(folder: Path, files: Sequence[str], needs: Mapping[str, str]) -> Non
     lines = {name: f"Name: {name.rpartition('-')[0]}\nVersion: {name.rpartition('-')[2]}\n" for name in needs}
     metadata = {
         f"{name.replace('-', '_', name.count('-') - 1)}.dist-info/METADATA": text
-        + "".join(f"Requires-Dist: {one}\n" for one in needs[name].split(" & ") if one)
+        + "".join(f"Requires-Dist: {requirement}\n" for requirement in needs[name].split(" & ") if requirement)
         for name, text in lines.items()
     }
     for name, text in (dict.fromkeys(files, "") | metadata).items():

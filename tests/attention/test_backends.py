@@ -67,33 +67,34 @@ def test_flash_attention_2_counts_rows_in_int32(heads: int, size: int, rows: int
         ([rows // 2, rows - rows // 2], "te_thd"),
     ):
         assert attend.choose(call_of([(n, n) for n in lengths]), shape) == wanted
-    told = refused(PerCall(("torch_varlen",)).choose, call_of([(rows + 1, rows + 1)]), shape)
-    assert told.startswith(f"attention_backend: got {rows + 1} queries in 1 segments")
+    message = refused(PerCall(("torch_varlen",)).choose, call_of([(rows + 1, rows + 1)]), shape)
+    assert message.startswith(f"attention_backend: got {rows + 1} queries in 1 segments")
 
 
 def test_newer_versions_of_flash_attn_count_rows_in_int64(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bound on segments stays."""
     attend = PerCall(FA2)
-    long, many = call_of([(524_289, 524_289)]), call_of([(1, 1)] * 65_536)
+    long_segment = call_of([(524_289, 524_289)])
+    many_segments = call_of([(1, 1)] * 65_536)
     for version in ("2.7.4.post1", "2.8.0"):
         monkeypatch.setattr(limits, "installed_version", {"flash-attn": version}.get)
         if version == "2.8.0":
-            assert attend.choose(long, Heads(128, 128, queries=32)) == "flash_attn"
+            assert attend.choose(long_segment, Heads(128, 128, queries=32)) == "flash_attn"
         else:
-            refused(attend.choose, long, Heads(128, 128, queries=32))
-        assert "at most 65,535 segments" in refused(attend.choose, many, Heads(128, 128))
+            refused(attend.choose, long_segment, Heads(128, 128, queries=32))
+        assert "at most 65,535 segments" in refused(attend.choose, many_segments, Heads(128, 128))
 
 
 def test_flash_attention_4_counts_what_its_deterministic_backward_allocates() -> None:
     """int32 [segments, heads, longest / 64]: half a GiB for the queries."""
     attend = PerCall(("flash_attn_4", "te_thd"))
     heads = Heads(128, 128, queries=32)
-    few, many = ([(32_768, 32_768)] + [(1, 1)] * count for count in (8191, 8192))
+    few_segments, many_segments = ([(32_768, 32_768)] + [(1, 1)] * count for count in (8191, 8192))
     for deterministic, wanted in ((False, "flash_attn_4"), (True, "te_thd")):
         torch.use_deterministic_algorithms(deterministic)
         try:
-            assert attend.choose(call_of(few), heads) == "flash_attn_4"
-            assert attend.choose(call_of(many), heads) == wanted
+            assert attend.choose(call_of(few_segments), heads) == "flash_attn_4"
+            assert attend.choose(call_of(many_segments), heads) == wanted
         finally:
             torch.use_deterministic_algorithms(False)
 
@@ -164,15 +165,15 @@ def test_flash_attention_4_lacks_windows_of_large_heads_on_blackwell(card, capab
     ],
 )
 def test_flash_attention_4_misreads_some_narrow_values_on_blackwell(card, capability, sizes, reads: bool) -> None:
-    """As Transformer Engine 2.20 refuses them: gradients of values would be wrong."""
+    """Transformer Engine 2.20 refuses them too: gradients of values would be wrong."""
     card(*capability)
     assert BACKENDS["flash_attn_4"].narrow_values(*sizes) == reads
 
 
 def test_a_card_too_old_is_refused(card) -> None:
-    made = Backend(name="fake", kernel=reference.attend, capability=(9, 0))
+    backend = Backend(name="fake", kernel=reference.attend, capability=(9, 0))
     card(9, 0)
-    assert made.objection(CUDA, torch.bfloat16, 64) is None
+    assert backend.objection(CUDA, torch.bfloat16, 64) is None
     card(7, 5)
     assert "needs sm_80 or newer, this is sm_75; use reference" in refused(select, "auto", CUDA, torch.bfloat16, 64)
     assert callable(select("reference", CUDA, torch.bfloat16, 64))
@@ -183,15 +184,15 @@ def test_a_card_too_old_is_refused(card) -> None:
     [(True, 16, 8, (16, 8)), (True, 16, 10, (16, 16)), (False, 16, 8, (16, 16)), (True, 8, 16, (16, 16))],
 )
 def test_smaller_heads_are_padded(narrow_values, size, width, given, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For kernels that want heads of equal sizes."""
+    """Some kernels need queries, keys and values of one head size."""
     call = call_of([(3, 3), (2, 5), (1, 1)])
     query, key, value, grad = inputs_of(call)
     sizes = []
 
-    def kernel(inputs: QKV, *rest: Any) -> Tensor:
+    def kernel(inputs: QKV, *call_arguments: Any) -> Tensor:
         assert inputs.query_tNH.shape[-1] == inputs.key_uGH.shape[-1]
         sizes.append((inputs.key_uGH.shape[-1], inputs.value_uGW.shape[-1]))
-        return reference.attend(inputs, *rest)
+        return reference.attend(inputs, *call_arguments)
 
     fake = Backend(name="te_thd", kernel=kernel, narrow_values=lambda *_: narrow_values)
     monkeypatch.setitem(BACKENDS, "te_thd", fake)

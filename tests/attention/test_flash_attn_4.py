@@ -14,7 +14,7 @@ from megatron_ext.attention import adapters
 @pytest.mark.skipif(adapters.flash_attn_4_missing() is not None, reason="FlashAttention 4 is not installed")
 @pytest.mark.parametrize("arch", ["90", "100"])
 def test_it_compiles(tmp_path: Path, arch: str) -> None:
-    """For an H100 and a B200, in all cases with which the benchmark compares it on a GPU."""
+    """The kernel compiles for an H100 and a B200 in all cases that the benchmark compares on a GPU."""
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name("compile_flash_attn_4.py"), arch],
         env=os.environ | {"FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(tmp_path)},

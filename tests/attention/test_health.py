@@ -10,7 +10,10 @@ from megatron_ext.context_parallel import plan
 from megatron_ext.context_parallel.group import ContextGroup
 from megatron_ext.masks import LayerMasks, MaskOptions
 
-LENGTH, HEADS, GROUPS, SIZE = 24, 4, 2, 8
+LENGTH = 24
+HEADS = 4
+GROUPS = 2
+SIZE = 8
 ENDS = [np.array([5, 6, 19]), np.array([], dtype=np.int64)]  # of the documents of two rows
 SCALE = SIZE**-0.5 * 1.3
 ALONE = ContextGroup(rank=0, size=1, group=None)
@@ -37,7 +40,10 @@ def dense(query: Tensor, key: Tensor, masks: LayerMasks, *, local: bool, queries
     """The measures, token by token and head by head, from what a token sees by the definition of its mask."""
     mask = masks.by_kind[local]
     assert mask is not None
-    entropies, firsts, distances, largest = [], [], [], []
+    entropies = []
+    firsts = []
+    distances = []
+    largest = []
     segment = np.repeat(np.arange(mask.layout.segments), mask.layout.lengths)
     for head in range(HEADS):
         k = key[:, head // (HEADS // GROUPS)].double()
@@ -84,7 +90,8 @@ def assert_close(health: AttentionHealth, expected: dict[str, float]) -> None:
 def test_measures_are_those_of_a_dense_computation(kind: str, share: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if share == "a few at a time":
         monkeypatch.setattr("megatron_ext.attention.health._SCORES", 5 * HEADS * 2 * LENGTH)
-    masks, (query, key) = masks_of(kind), draw()
+    masks = masks_of(kind)
+    query, key = draw()
     queries = sample_queries(1, 2, 2 * LENGTH, 9) if share == "sampled" else np.arange(2 * LENGTH)
     for local in map(bool, range(len(masks.by_kind))):
         expected = dense(query, key, masks, local=local, queries=queries.tolist())
@@ -95,7 +102,8 @@ def test_measures_are_those_of_a_dense_computation(kind: str, share: str, monkey
 @pytest.mark.parametrize("kind", MASKS)
 def test_parts_of_the_keys_merge_to_all_of_them(kind: str, size: int) -> None:
     """Each rank's part under the plan of a real micro-batch; most queries see nothing on some rank."""
-    masks, (query, key) = masks_of(kind), draw()
+    masks = masks_of(kind)
+    query, key = draw()
     by_rank = plan(masks.scheduled.layout, size, "auto", left_window=masks.scheduled.left_window).rows
     queries = sample_queries(5, 0, 2 * LENGTH, 30)
     parts = []
@@ -111,7 +119,8 @@ def test_parts_of_the_keys_merge_to_all_of_them(kind: str, size: int) -> None:
 
 
 def test_scores_beyond_float32s_exponent_are_measured() -> None:
-    masks, (query, key) = masks_of("grid"), draw(size=300.0)
+    masks = masks_of("grid")
+    query, key = draw(size=300.0)
     queries = np.arange(2 * LENGTH)
     expected = dense(query, key, masks, local=False, queries=queries.tolist())
     assert expected["s_max_scaled"] > 1e5

@@ -44,7 +44,9 @@ def dense(inputs: QKV, call: AttentionCall, scale: float) -> Tensor:
 
 # queries and keys of each segment: 0 <= q <= k
 SEGMENTS = st.lists(
-    st.tuples(st.integers(0, 6), st.integers(0, 6)).map(lambda two: (min(two), max(two))), min_size=1, max_size=7
+    st.tuples(st.integers(0, 6), st.integers(0, 6)).map(lambda lengths: (min(lengths), max(lengths))),
+    min_size=1,
+    max_size=7,
 ).filter(lambda lengths: any(q for q, _ in lengths))
 
 
@@ -67,9 +69,9 @@ def test_output_and_gradients(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference, "MASKED_QUERIES", masked)
         for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
-            for got, want in zip(results(attend, [x.to(dtype) for x in inputs], call), wanted, strict=True):
-                assert got.dtype == dtype
-                torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
+            for actual, want in zip(results(attend, [x.to(dtype) for x in inputs], call), wanted, strict=True):
+                assert actual.dtype == dtype
+                torch.testing.assert_close(actual.double(), want, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(("count", "queries", "keys"), [(1, 96, 96), (4, 24, 24), (3, 20, 32), (40, 1, 1)])
@@ -77,9 +79,9 @@ def test_equal_segments_in_place_equal_those_taken_out(count: int, queries: int,
     """An empty segment at the end changes no token, but the segments are then not all alike."""
     alike = call_of([(queries, keys)] * count)
     inputs = inputs_of(alike)
-    others = results(attend, inputs, call_of([*[(queries, keys)] * count, (0, 0)]))
-    for one, other in zip(results(attend, inputs, alike), others, strict=True):
-        assert torch.equal(one, other)
+    unequal_results = results(attend, inputs, call_of([*[(queries, keys)] * count, (0, 0)]))
+    for alike_result, unequal_result in zip(results(attend, inputs, alike), unequal_results, strict=True):
+        assert torch.equal(alike_result, unequal_result)
 
 
 def test_nan_stays_in_its_segment() -> None:

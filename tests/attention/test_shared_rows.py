@@ -13,7 +13,9 @@ from tests.conftest import refused
 from tests.launcher import call
 from tests.test_masks import formula
 
-HEADS, HEAD_SIZE, VALUE_SIZES = 4, 6, (6, 4)
+HEADS = 4
+HEAD_SIZE = 6
+VALUE_SIZES = (6, 4)
 MASKS = ("grid", "sliding", "sliding_w")
 
 
@@ -42,7 +44,7 @@ def inputs(total: int, seed: int) -> list[torch.Tensor]:
 
 
 def of_rank(rank: int, seeds: list[int]) -> list[tuple[Any, ...]]:
-    """Of each seed: this rank's tokens, positions, outputs and gradients, and the bytes it sent."""
+    """Return for each seed this rank's tokens, positions, outputs and gradients, and the bytes it sent."""
     results = []
     for seed in seeds:
         length, ends, window, mask, policy, scheme = drawn(seed)
@@ -52,8 +54,8 @@ def of_rank(rank: int, seeds: list[int]) -> list[tuple[Any, ...]]:
         leaves = [x.requires_grad_() for x in qkv]
         out = rows.attend(*leaves)
         out.backward(gradient)
-        made = [rows.tokens, rows.positions, out.detach(), *[leaf.grad for leaf in leaves]]
-        results.append((*[x.numpy() for x in made], rows.context.sent_bytes))
+        tensors = [rows.tokens, rows.positions, out.detach(), *[leaf.grad for leaf in leaves]]
+        results.append((*[x.numpy() for x in tensors], rows.context.sent_bytes))
     return results
 
 
@@ -74,15 +76,15 @@ def expected(seed: int) -> list[np.ndarray]:
 
 @pytest.mark.parametrize(("processes", "drawings"), [(1, 12), (2, 40), pytest.param(4, 200, marks=pytest.mark.slow)])
 def test_outputs_and_gradients(processes: int, drawings: int) -> None:
-    """Of any number of rows; under Ulysses several ranks may get the same key head."""
+    """The number of rows is arbitrary; under Ulysses several ranks may get the same key head."""
     seeds = list(range(drawings))
     ranks = call(of_rank, processes, seeds, group=processes > 1)
     for number, seed in enumerate(seeds):
         columns = zip(*[results[number] for results in ranks], strict=True)
-        tokens, _, *made, _ = [np.concatenate([np.atleast_1d(part) for part in column]) for column in columns]
+        tokens, _, *outputs, _ = [np.concatenate([np.atleast_1d(part) for part in column]) for column in columns]
         assert sorted(tokens.tolist()) == list(range(len(tokens)))
-        for ours, theirs in zip(made, expected(seed), strict=True):
-            np.testing.assert_allclose(ours, theirs[tokens], rtol=0, atol=2e-5, err_msg=f"{seed}: {drawn(seed)}")
+        for actual, wanted in zip(outputs, expected(seed), strict=True):
+            np.testing.assert_allclose(actual, wanted[tokens], rtol=0, atol=2e-5, err_msg=f"{seed}: {drawn(seed)}")
     assert any(sent for *_, sent in ranks[0]) == (processes > 1)
 
 
@@ -104,8 +106,8 @@ def test_positions_restart_in_each_segment() -> None:
     ],
 )
 def test_refusals(changed: dict[str, Any], text: str) -> None:
-    given: dict[str, Any] = {"document_ends": [[12]], **changed}
-    assert text in refused(share_rows, 12, given.pop("document_ends"), **given)
+    arguments: dict[str, Any] = {"document_ends": [[12]], **changed}
+    assert text in refused(share_rows, 12, arguments.pop("document_ends"), **arguments)
 
 
 def test_tensors_of_other_sizes_are_refused() -> None:

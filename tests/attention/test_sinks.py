@@ -27,7 +27,7 @@ def flash(query: Tensor, key: Tensor, call: AttentionCall, scale: float) -> tupl
 
 @pytest.mark.parametrize("left_window", [None, 2])
 def test_torch_varlen(monkeypatch: pytest.MonkeyPatch, left_window: int | None) -> None:
-    """With stand-ins: its kernels return the log-sum-exp, and compute from the output and the log-sum-exp given."""
+    """Stand-ins for its kernels return the log-sum-exp, and compute from the output and the log-sum-exp given."""
     monkeypatch.setattr("megatron_ext.attention.sinks._ELEMENTS", 5 * 4 * 16)  # several blocks of queries
     call = call_of(LENGTHS, left_window)
 
@@ -73,15 +73,16 @@ OF_2_13 += "float? scale=None, SymInt[]? window_size=None"
     ],
 )
 def test_backends_without_the_gradient_are_refused(monkeypatch: pytest.MonkeyPatch, arguments, fits: bool) -> None:
-    """As is another backward of torch_varlen, which is private to torch; calls without sinks do not need it."""
+    """Another backward of torch_varlen, which is private to torch, is refused; calls without sinks do not need it."""
     schema = torch._C.parse_schema(f"f({arguments}) -> Tensor") if arguments else None
     operator = SimpleNamespace(default=SimpleNamespace(_schema=schema)) if arguments else None
     monkeypatch.setattr(torch.ops.torch_attn, "_varlen_attn_backward", operator)
-    cuda, varlen_of_torch = torch.device("cuda"), BACKENDS["torch_varlen"]
+    cuda = torch.device("cuda")
+    varlen_of_torch = BACKENDS["torch_varlen"]
     assert varlen_of_torch.objection(cuda, torch.bfloat16, 64) is None
-    found = varlen_of_torch.objection(cuda, torch.bfloat16, 64, sinks=True)
-    assert found is None if fits else "cannot differentiate attention sinks in torch" in found
+    objection = varlen_of_torch.objection(cuda, torch.bfloat16, 64, sinks=True)
+    assert objection is None if fits else "cannot differentiate attention sinks in torch" in objection
     assert suited("flash_attn", cuda, torch.bfloat16, 64) == ("flash_attn",)
     assert suited("flash_attn", cuda, torch.bfloat16, 64, sinks=True) == ()
-    others = ("flash_attn_4", "torch_varlen", "te_thd")
-    assert suited("auto", cuda, torch.bfloat16, 64, sinks=True) == others
+    backends_with_the_gradient = ("flash_attn_4", "torch_varlen", "te_thd")
+    assert suited("auto", cuda, torch.bfloat16, 64, sinks=True) == backends_with_the_gradient

@@ -17,9 +17,9 @@ from results import page, read  # noqa: E402
 
 
 def gpu_sh(*parts: str, output: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    given = os.environ | {"OUTPUT": str(output), "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable} | environment
+    variables = os.environ | {"OUTPUT": str(output), "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable} | environment
     command = [ROOT / "benchmarks" / "gpu.sh", *parts]
-    return subprocess.run(command, capture_output=True, text=True, env=given, check=False)
+    return subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
 
 
 @pytest.mark.slow
@@ -34,9 +34,9 @@ def test_a_dry_run_of_all_parts(tmp_path: Path) -> None:
     assert not [record for record in records if record.get("ok") is False]
     skipped = {record["backend"] for record in records if "skipped" in record and "backend" in record}
     assert skipped == {"torch_varlen", "flash_attn_4", "te_thd", "flash_attn"}
-    two = {record["case"]: record for record in records if record["part"] == "two"}
-    assert two.keys() == {"exchange", "ulysses", "tensor", "hang"}
-    assert two["hang"]["stacks"]
+    records_of_two = {record["case"]: record for record in records if record["part"] == "two"}
+    assert records_of_two.keys() == {"exchange", "ulysses", "tensor", "hang"}
+    assert records_of_two["hang"]["stacks"]
     written = output.with_suffix(".md").read_text()
     assert all(f"## {title}" in written for title in ("Machine", "Correctness", "Two GPUs", "Attention kernels"))
     assert "made no progress" not in output.with_suffix(".log").read_text()  # that is in the log of the stopped run
@@ -79,8 +79,8 @@ def test_a_part_without_time_leaves_a_record(tmp_path: Path) -> None:
     done = gpu_sh("machine", "loss_head", output=output, MINUTES="0")
     assert done.returncode == 1
     assert "failed: machine: benchmarks/checks.py machine" in done.stderr
-    found = [(record["part"], record["return_code"], record["error"]) for record in read(output)]
-    assert found == [("machine", 124, "took too long"), ("loss_head", 124, "took too long")]
+    failures = [(record["part"], record["return_code"], record["error"]) for record in read(output)]
+    assert failures == [("machine", 124, "took too long"), ("loss_head", 124, "took too long")]
     assert "benchmarks/checks.py machine" in output.with_suffix(".md").read_text()
 
 

@@ -32,14 +32,23 @@ def model_of(args: dict[str, Any], layout: dict[str, int]) -> Any:
     names = "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization "
     names += "add_bias_linear qk_layernorm moe_router_topk moe_ffn_hidden_size moe_layer_freq no_rope_freq"
     names += " pipeline_model_parallel_layout" if "pipeline_model_parallel_size" in layout else ""
-    given = {name: args[name] for name in names.split() if name in args} | layout
-    given |= {"num_moe_experts": args.get("num_experts"), "layernorm_epsilon": args["layernorm_epsilon"]}
-    given |= {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "pipeline_dtype": torch.float32}
-    given |= {"init_method_std": 0.2, "use_cpu_initialization": True, "attention_dropout": 0.0, "hidden_dropout": 0.0}
-    given |= {"moe_router_dtype": "fp32", "moe_router_load_balancing_type": "none"}
+    transformer_options = {name: args[name] for name in names.split() if name in args} | layout
+    transformer_options |= {"num_moe_experts": args.get("num_experts"), "layernorm_epsilon": args["layernorm_epsilon"]}
+    transformer_options |= {
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "pipeline_dtype": torch.float32,
+    }
+    transformer_options |= {
+        "init_method_std": 0.2,
+        "use_cpu_initialization": True,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+    }
+    transformer_options |= {"moe_router_dtype": "fp32", "moe_router_load_balancing_type": "none"}
     off = "persist_layer_norm bias_activation_fusion masked_softmax_fusion bias_dropout_fusion apply_rope_fusion "
     off += "gradient_accumulation_fusion"
-    config = TransformerConfig(**given, **dict.fromkeys(off.split(), False))
+    config = TransformerConfig(**transformer_options, **dict.fromkeys(off.split(), False))
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
     options = {"vocab_size": args.get("padded_vocab_size", 128)}
     options |= {"max_sequence_length": 64, "position_embedding_type": "rope"}

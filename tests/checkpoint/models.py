@@ -34,7 +34,9 @@ DEEPSEEK = {
 }  # fmt: skip
 ONE_EXPERT = {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}
 QWEN_LOCAL = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0, "layer_types": LOCAL_GLOBAL}
-LLAMA, TIED, WHOLE = {"model_type": "llama"}, {"tie_word_embeddings": True}, {"sliding_window": None}
+LLAMA = {"model_type": "llama"}
+TIED = {"tie_word_embeddings": True}
+WHOLE = {"sliding_window": None}
 
 
 def turned(kind: str, base: float = 1000.0, **more: Any) -> dict[str, Any]:

@@ -32,10 +32,11 @@ def changed(flags: str, step: int = 10, base: str = BASE, now: str | None = None
     ],
 )
 def test_with_a_word(flags: str, name: str, more: str) -> None:
-    field, base = name.split()[0], f"{BASE} {more}"
+    field = name.split()[0]
+    base = f"{BASE} {more}"
     for more_flags in ("", " --override adam_eps"):
-        told = refused(changed, flags + more_flags, base=base)
-        assert f"load: X was made with other options: {name}; restore them, or add --override {field} " in told
+        message = refused(changed, flags + more_flags, base=base)
+        assert f"load: X was made with other options: {name}; restore them, or add --override {field} " in message
     assert field in changed(f"{flags} --override {field}", base=base)
 
 
@@ -43,9 +44,11 @@ def test_with_a_word(flags: str, name: str, more: str) -> None:
     ("before", "after"), [("1 a 1 b", "2 a 2 b"), ("1 a 3 b", "25 a 75 b"), ("50 a 50 b", "0.5 a 0.5 b"), ("a", "7 a")]
 )
 def test_weights_of_one_ratio_are_one_mixture(before: str, after: str) -> None:
-    base, same, other = (BASE.replace("--data-path x", f"--data-path {path}") for path in (before, after, "2 a 1 b"))
-    assert changed("", base=base, now=same) == []
-    assert "data_path ['" in refused(changed, "", base=base, now=other)
+    base, same_mixture, other_mixture = (
+        BASE.replace("--data-path x", f"--data-path {path}") for path in (before, after, "2 a 1 b")
+    )
+    assert changed("", base=base, now=same_mixture) == []
+    assert "data_path ['" in refused(changed, "", base=base, now=other_mixture)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +100,7 @@ FROZEN = "--token-weighting frozen --score-store s"
     ],
 )
 def test_what_is_left_out_is_compared_as_it_comes_out(before: str, after: str, changes: list[str]) -> None:
-    """Both ways round, and what was written is really another text."""
+    """The comparison works both ways round, and what was written is really another text."""
     base = ["--data-path", "x", "--vocab-size", "128", "--train-iters", "100"]
     first, second = (parse([*base, *flags.split()]) for flags in (before, after))
     for config in (first, second):
@@ -135,11 +138,12 @@ def test_what_may_go_on_without_a_word_has_the_same_windows_and_rates() -> None:
     def of(values: dict[str, Any]) -> Config:
         sections: dict[str, Any] = {"data": {"data_path": ["x"], "seq_length": 64}, "model": {"vocab_size": 64}}
         for section in ("window", "optimizer", "training"):
-            known = to_dict(Config())[section]
-            sections[section] = {name: value for name, value in values.items() if name in known}
+            fields = to_dict(Config())[section]
+            sections[section] = {name: value for name, value in values.items() if name in fields}
         return from_dict(sections)
 
-    generator, accepted = random.Random(2), 0
+    generator = random.Random(2)
+    accepted = 0
     for _ in range(150):
         first = drawn({}, list(DRAWN))
         second = drawn(first, generator.sample(list(DRAWN), generator.choice((1, 2, 3))))
@@ -174,7 +178,8 @@ def test_what_may_go_on_without_a_word_has_the_same_windows_and_rates() -> None:
 def test_schedules_of_long_runs_are_compared_at_few_steps(flags: str, step: int, longer: str, same: bool) -> None:
     """All billion steps would take longer than a test may."""
     words = f"--data-path x --vocab-size 64 {flags}".split()
-    before, after = parse(words), parse([*words, *longer.split()])
+    before = parse(words)
+    after = parse([*words, *longer.split()])
     assert same_schedules(before, after, step) == same
 
 
@@ -183,5 +188,5 @@ def test_a_mixture_of_one_is_that_data_path(tmp_path: Path) -> None:
     mixture = parse(["--mixture", str(tmp_path / "mixture.yaml"), "--vocab-size", "64"])
     path = parse(["--data-path", "a/x", "--packing", "best_fit", "--vocab-size", "64"])
     assert differences(to_dict(mixture), path) == differences(to_dict(path), mixture) == []
-    other = parse(["--data-path", "a/y", "--packing", "best_fit", "--vocab-size", "64"])
-    assert [change.name for change in differences(to_dict(mixture), other)] == ["data_path", "mixture"]
+    other_path = parse(["--data-path", "a/y", "--packing", "best_fit", "--vocab-size", "64"])
+    assert [change.name for change in differences(to_dict(mixture), other_path)] == ["data_path", "mixture"]

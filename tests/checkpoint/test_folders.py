@@ -32,7 +32,8 @@ def test_a_published_checkpoint_is_the_latest(tmp_path: Path) -> None:
     assert located(tmp_path) is None
     for step in (3, 12):
         assert write(tmp_path, step) == located(tmp_path)
-    latest, aside = located(tmp_path), folders.begin(tmp_path, 16)
+    latest = located(tmp_path)
+    aside = folders.begin(tmp_path, 16)
     (aside / "file").write_bytes(b"half")
     assert located(tmp_path) == latest
     assert folders.saved_steps(tmp_path) == [3, 12]
@@ -59,9 +60,10 @@ def test_a_pointer_that_leads_nowhere_is_named(tmp_path: Path, content: bytes, t
 
 def test_a_run_that_goes_back_forgets_the_future(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pointer goes back first: after a kill, whoever begins again from it puts the rest away."""
-    back, later = write(tmp_path, 3), write(tmp_path, 6, b"of the other future")
+    back = write(tmp_path, 3)
+    later = write(tmp_path, 6, b"of the other future")
 
-    def killed(folder: Path, other: Path) -> Path:
+    def killed(folder: Path, target: Path) -> Path:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
@@ -69,23 +71,24 @@ def test_a_run_that_goes_back_forgets_the_future(tmp_path: Path, monkeypatch: py
         with pytest.raises(KeyboardInterrupt):
             folders.rewind(back)
     assert located(tmp_path) == back
-    (left,) = folders.rewind(back)
+    (put_away,) = folders.rewind(back)
     assert located(tmp_path) == back
-    assert (left / "file").read_bytes() == b"of the other future"
+    assert (put_away / "file").read_bytes() == b"of the other future"
     assert not later.exists()
     assert folders.rewind(back) == []
     # what is saved after it falls between the steps that were left, which are neither counted nor offered
-    own, newest = write(tmp_path, 5), write(tmp_path, 7)
+    fifth_step, seventh_step = write(tmp_path, 5), write(tmp_path, 7)
     folders.delete_superfluous(tmp_path, 7, 2, 0)
     assert folders.saved_steps(tmp_path) == [5, 7]
-    (newest / "manifest.json").unlink()
-    assert located(tmp_path, past_damaged=True) == own
+    (seventh_step / "manifest.json").unlink()
+    assert located(tmp_path, past_damaged=True) == fifth_step
 
 
 def test_a_name_of_another_step_is_refused(tmp_path: Path) -> None:
-    older, other = write(tmp_path, 3), tmp_path / "checkpoints" / "iter_0000009"
-    shutil.copytree(older, other)
-    assert f"{other} holds the checkpoint of step 3; give it that name; {older} is" in refused(located, other)
+    older = write(tmp_path, 3)
+    misnamed = tmp_path / "checkpoints" / "iter_0000009"
+    shutil.copytree(older, misnamed)
+    assert f"{misnamed} holds the checkpoint of step 3; give it that name; {older} is" in refused(located, misnamed)
 
 
 def test_past_the_damaged_to_the_newest_complete(tmp_path: Path) -> None:

@@ -44,10 +44,10 @@ def test_no_byte_of_it_can_change_unseen(tmp_path_factory: pytest.TempPathFactor
     content[place] = changed
     (folder / MANIFEST).write_bytes(content)
     try:
-        same = json.loads(content) == before  # another kind of white space
+        is_unchanged = json.loads(content) == before  # another kind of white space
     except ValueError:
-        same = False
-    if same:
+        is_unchanged = False
+    if is_unchanged:
         assert Manifest.read(folder).step == 40
     else:
         assert f"load: {folder / MANIFEST} is damaged: " in refused(Manifest.read, folder)

@@ -41,7 +41,8 @@ def losses_of(model: Any) -> list[float] | None:
     from megatron.core import parallel_state
 
     model.float()
-    tokens, positions = TOKENS[None, :-1], torch.arange(32)[None]
+    tokens = TOKENS[None, :-1]
+    positions = torch.arange(32)[None]
     mask = torch.ones(1, 1, 32, 32, dtype=torch.bool).triu(1)
     if not model.pre_process:
         hidden = torch.empty(32, 1, model.config.hidden_size, dtype=model.config.params_dtype)
@@ -61,22 +62,24 @@ def save(
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedBase
 
-    model, options = model_of(args, layout), dict(options)
-    renamed, release = options.pop("renamed", {}), options.pop("release", False)
+    model = model_of(args, layout)
+    options = dict(options)
+    renamed = options.pop("renamed", {})
+    release = options.pop("release", False)
     for name, parameter in model.named_parameters():
         if "norm" in name:  # ones would hide that norms are exchanged
             generator = torch.Generator().manual_seed(sum(map(ord, name)))
             parameter.data.uniform_(0.5, 1.5, generator=generator)
     options["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
     state = model.sharded_state_dict(metadata=options)
-    for one in nested_values(state):
-        if isinstance(one, ShardedBase):
+    for part in nested_values(state):
+        if isinstance(part, ShardedBase):
             for old, new in renamed.items():
-                one.key = one.key.replace(old, new)
+                part.key = part.key.replace(old, new)
     checkpoint = folder / ("release" if release else "iter_0000007")
     checkpoint.mkdir(parents=True, exist_ok=True)
-    everything = Namespace(**defaults(version) | args)
-    dist_checkpointing.save({**state, "args": everything, "iteration": 7}, str(checkpoint))
+    all_args = Namespace(**defaults(version) | args)
+    dist_checkpointing.save({**state, "args": all_args, "iteration": 7}, str(checkpoint))
     (folder / "latest_checkpointed_iteration.txt").write_text("release" if release else "7")
     return losses_of(model)
 
@@ -119,32 +122,35 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, int], dict[str, Any]]] 
 
 @pytest.mark.parametrize("name", slow_but(["stacked", "moe"], VARIANTS))
 def test_losses_stay_both_ways(tmp_path: Path, name: str) -> None:
-    """From TP 2 and PP 2, or EP 2 and PP 2, into our model, and back into another layout of theirs."""
+    """TP 2 and PP 2, or EP 2 and PP 2, are read into our model, and written into another layout of theirs."""
     version, changes, layout, options = VARIANTS[name]
-    args, theirs, run, back = SMALL | changes, tmp_path / "theirs", tmp_path / "run", tmp_path / "back"
+    args = SMALL | changes
+    source = tmp_path / "theirs"
+    run = tmp_path / "run"
+    back = tmp_path / "back"
     processes = layout.get("tensor_model_parallel_size", 1) * layout.get("expert_model_parallel_size", 1) * 2
-    before = next(filter(None, call(save, processes, theirs, version, args, layout, options)))
-    megatron_lm_to_megatron(theirs, run)
+    before = next(filter(None, call(save, processes, source, version, args, layout, options)))
+    megatron_lm_to_megatron(source, run)
     converted = call(ours, 1, run, group=False)[0]
     words = megatron_to_megatron_lm(run, back)
-    other = {"pipeline_model_parallel_size": 2} if "expert_model_parallel_size" in layout else {}
-    after = next(filter(None, call(load, 1 + len(other), back / "iter_0000000", args, other)))
+    export_layout = {"pipeline_model_parallel_size": 2} if "expert_model_parallel_size" in layout else {}
+    after = next(filter(None, call(load, 1 + len(export_layout), back / "iter_0000000", args, export_layout)))
     for losses in (converted, after):
         assert losses == pytest.approx(before, abs=1e-5)
     megatron_lm_to_megatron(back, tmp_path / "again", iteration=0)  # what we write is also what we read
     first, again = (Pretrained.find(folder) for folder in (run, tmp_path / "again"))
     assert again.model == first.model
     read = {name: value for name, value in _Source(back, 0).args.items() if name in READ_FROM_CHECKPOINTS}
-    given = Arguments([word for word in words if word != "--finetune"])
-    assert not given.decide
-    assert comparable(model_config(defaults(version) | read | given.values, 128)) == comparable(first.model)
+    arguments = Arguments([word for word in words if word != "--finetune"])
+    assert not arguments.decide
+    assert comparable(model_config(defaults(version) | read | arguments.values, 128)) == comparable(first.model)
     if "num_experts" in args:
         training = parse(["--config", str(run / "config.yaml")]).training
         assert (training.moe_router_load_balancing_type, training.moe_aux_loss_coeff) == ("aux_loss", 0.01)
     stored = Stored(first.folder), Stored(again.folder)
     assert {tensor.dtype for tensor in stored[0].tensors.values()} == {"BF16" if name == "bf16" else "F32"}
     for tensor in stored[0].tensors:
-        assert torch.equal(*(one.read(tensor) for one in stored))
+        assert torch.equal(*(checkpoint.read(tensor) for checkpoint in stored))
 
 
 @pytest.mark.parametrize(
@@ -192,7 +198,8 @@ class Evil:
 
 
 def test_formats_and_folders_are_told_apart(tmp_path: Path) -> None:
-    legacy, dtensor = tmp_path / "legacy" / "iter_0000001", tmp_path / "dtensor"
+    legacy = tmp_path / "legacy" / "iter_0000001"
+    dtensor = tmp_path / "dtensor"
     (legacy / "mp_rank_00").mkdir(parents=True)
     (tmp_path / "legacy" / "latest_checkpointed_iteration.txt").write_text("1")
     dtensor.mkdir()

@@ -46,12 +46,12 @@ def train(
     options = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": distributed}
     chunk = DistributedDataParallel(model.config, DistributedDataParallelConfig(**options), model)
     chunk.broadcast_params()  # the ranks' seeds differ
-    if distributed or bf16:  # platform.choose sets one whose state is that of Apex and Transformer Engine
+    if distributed or bf16:  # platform.choose sets one whose state equals Apex's and Transformer Engine's
         megatron.core.optimizer.Adam = torch.optim.AdamW
         megatron.core.optimizer.USING_PYTORCH_OPTIMIZER = True
     names = ("lr", "min_lr", "weight_decay", "adam_beta2", "clip_grad", "params_dtype")
-    given = {name: args[name] for name in names} | {"adam_beta1": 0.9, "adam_eps": 1e-8, "bf16": bf16}
-    config = OptimizerConfig(optimizer="adam", use_distributed_optimizer=distributed, **given)
+    settings = {name: args[name] for name in names} | {"adam_beta1": 0.9, "adam_eps": 1e-8, "bf16": bf16}
+    config = OptimizerConfig(optimizer="adam", use_distributed_optimizer=distributed, **settings)
     optimizer = get_megatron_optimizer(config, [chunk], use_gloo_process_groups=False)
     batch = args["global_batch_size"]
     scheduler = OptimizerParamScheduler(
@@ -64,7 +64,8 @@ def train(
     metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": distributed, "dp_cp_group": group}
     metadata |= {"distrib_optim_sharding_type": kind} if distributed else {}
 
-    tokens, positions = TOKENS[None, :-1], torch.arange(32)[None]
+    tokens = TOKENS[None, :-1]
+    positions = torch.arange(32)[None]
     mask = torch.ones(1, 1, 32, 32, dtype=torch.bool).triu(1)
     losses = []
     for step in range(1, 7):
@@ -118,8 +119,8 @@ def test_three_more_steps_are_the_same_there_and_here(tmp_path: Path, name: str,
     stored = [Stored(folder / "checkpoints" / "iter_0000006") for folder in (run, tmp_path / "end")]
     assert {key for key in stored[0].tensors if "random_states" not in key} == stored[1].tensors.keys()
     for key in stored[1].tensors:
-        ours, theirs = (folder.read(key).float() for folder in stored)
-        assert (ours - theirs).abs().max() <= close * theirs.abs().max(), key
+        tensor_here, tensor_there = (folder.read(key).float() for folder in stored)
+        assert (tensor_here - tensor_there).abs().max() <= close * tensor_there.abs().max(), key
 
 
 def test_a_grid_of_flattened_blocks_is_one_tensor() -> None:

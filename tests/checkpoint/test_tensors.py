@@ -45,7 +45,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_whole_tensors_come_back_and_safetensors_reads_the_same(folder: Path) -> None:
     stored = Stored(folder)
-    shapes = {name: (one.shape, one.dtype) for name, one in stored.tensors.items()}
+    shapes = {name: (entry.shape, entry.dtype) for name, entry in stored.tensors.items()}
     assert shapes == {"matrix": ((4, 7), "F32"), "vector": ((10,), "BF16")}
     assert torch.equal(stored.read("matrix"), MATRIX)
     assert torch.equal(stored.read("vector"), VECTOR)
@@ -56,7 +56,8 @@ def test_whole_tensors_come_back_and_safetensors_reads_the_same(folder: Path) ->
 
 
 def test_any_part_is_read_and_each_record_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stored, loads = Stored(folder), []
+    stored = Stored(folder)
+    loads = []
     load = stored._load
     monkeypatch.setattr(stored, "_load", lambda block, dtype: (loads.append(block), load(block, dtype))[1])
     spans = [(slice(a, b), slice(c, d)) for a, b in ((0, 2), (2, 4)) for c, d in ((0, 5), (5, 7))]
@@ -68,18 +69,18 @@ def test_any_part_is_read_and_each_record_once(folder: Path, monkeypatch: pytest
 
 
 def test_files_have_their_checksums_and_the_same_tensors_give_the_same_files(tmp_path: Path) -> None:
-    """Neither a path nor a time is in them."""
-    one, other = tmp_path / "one", tmp_path / "other"
-    facts = written(one)
-    assert facts == {path.name: facts_of(path) for path in one.iterdir()}
-    assert written(other) == facts
+    """The files contain neither a path nor a time."""
+    first_folder, second_folder = tmp_path / "one", tmp_path / "other"
+    facts = written(first_folder)
+    assert facts == {path.name: facts_of(path) for path in first_folder.iterdir()}
+    assert written(second_folder) == facts
 
 
 def test_one_shard_at_a_time_is_in_memory(tmp_path: Path) -> None:
     alive: list[weakref.ref[Tensor]] = []
 
     def make(number: int) -> Tensor:
-        assert all(one() is None for one in alive)
+        assert all(reference() is None for reference in alive)
         tensor = MATRIX + number
         alive.append(weakref.ref(tensor))
         return tensor
@@ -103,7 +104,8 @@ def test_another_padding_where_it_may_be(folder: Path) -> None:
 
 
 def test_what_is_missing_or_damaged_is_named(folder: Path) -> None:
-    stored, content = Stored(folder), folder / "tensors_00001.safetensors"
+    stored = Stored(folder)
+    content = folder / "tensors_00001.safetensors"
     assert "has no tensor norm" in refused(stored.fill, [part("norm", VECTOR)])
     content.write_bytes(content.read_bytes()[:-1])
     assert "tensors_00001.safetensors does not hold what tensors.json says" in refused(stored.read, "matrix")

@@ -28,9 +28,9 @@ SWITCHES = [flag(name) for name, field in FIELDS.items() if field.is_switch]
 
 
 def help_of(flag_name: str, capsys: pytest.CaptureFixture[str]) -> str:
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as exit_info:
         parse([flag_name])
-    assert left.value.code == 0
+    assert exit_info.value.code == 0
     return capsys.readouterr().out
 
 
@@ -66,11 +66,11 @@ def test_every_field_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert {switch.replace("--", "--no-", 1) for switch in SWITCHES} <= words
     for name in (name for name, field in FIELDS.items() if field.is_switch):
         for word, value in ((flag(name), True), (flag(name).replace("--", "--no-", 1), False)):
-            assert [vars(one)[name] for one in vars(parse([word])).values() if name in vars(one)] == [value]
+            assert [vars(section)[name] for section in vars(parse([word])).values() if name in vars(section)] == [value]
 
 
 def test_preset_then_yaml_then_flags(tmp_path: Path) -> None:
-    """Also a flag that is equal to the default; a flag's preset replaces the file's."""
+    """A flag that is equal to the default wins too; a flag's preset replaces the file's."""
     text = "model: {model_preset: 120M, num_layers: 3, hidden_size: 96}\ntraining: {seed: 7, bf16: true}"
     file = config_file(tmp_path, f"{text}\noptimizer: {{lr: 4e-4}}")  # which is a text in YAML 1.1
     config = parse([*file, "--num-layers", "4", "--no-bf16"])
@@ -78,8 +78,8 @@ def test_preset_then_yaml_then_flags(tmp_path: Path) -> None:
     assert (model.num_layers, model.hidden_size, model.ffn_hidden_size) == (4, 96, 2048)  # flag, YAML, preset
     assert (model.norm_epsilon, model.vocab_size, config.training.seed) == (1e-5, 32000, 7)
     assert (config.training.bf16, config.optimizer.lr) == (False, 4e-4)
-    other = parse([*file, "--model-preset", "1B"]).model
-    assert (other.num_layers, other.hidden_size, other.ffn_hidden_size) == (3, 96, 5632)
+    larger = parse([*file, "--model-preset", "1B"]).model
+    assert (larger.num_layers, larger.hidden_size, larger.ffn_hidden_size) == (3, 96, 5632)
     plain = replace(Config().model, num_layers=3, hidden_size=96, ffn_hidden_size=256)
     assert parse([*file, "--model-preset", "none"]).model == plain
 
@@ -279,12 +279,12 @@ def test_a_megatron_lm_script_gets_all_its_equivalents_at_once(capsys: pytest.Ca
         parse([*argv, "--global-batch-sise=4", "--no-such", "-1", "--swiglu", "--position-embedding-type", "none"])
     print_error(caught.value)
     lines = capsys.readouterr().err.removeprefix("error: ").splitlines()
-    said = dict(line.split(": ", 1) for line in lines if not line.startswith("--position-embedding-type"))
-    ours = {flag(name) for name in FIELDS}
-    assert said.keys() == {word for word in argv if word.startswith("--")} - ours - {"--position-embedding-type"} | {
-        "--global-batch-sise", "--no-such"}  # fmt: skip
-    assert said["--global-batch-sise"].startswith("no such flag; did you mean --global-batch-size?")
-    assert {said[name][:12] for name in said.keys() & set(argv)}.isdisjoint({"no such flag"})
+    answers = dict(line.split(": ", 1) for line in lines if not line.startswith("--position-embedding-type"))
+    flags_here = {flag(name) for name in FIELDS} | {"--position-embedding-type"}
+    unanswered = {word for word in argv if word.startswith("--")} - flags_here
+    assert answers.keys() == unanswered | {"--global-batch-sise", "--no-such"}
+    assert answers["--global-batch-sise"].startswith("no such flag; did you mean --global-batch-size?")
+    assert {answers[name][:12] for name in answers.keys() & set(argv)}.isdisjoint({"no such flag"})
     kinds = [line.split(": ")[1][:11] for line in lines if line.startswith("--position-embedding-type")]
     assert kinds == ["the default", "rotary only"]  # rope, none
 
@@ -301,8 +301,8 @@ def test_the_table_of_megatron_lm_names_existing_flags_and_no_typo_of_ours(capsy
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_flag_of_megatron_lm_is_ours_or_has_an_answer(version: str, capsys: pytest.CaptureFixture[str]) -> None:
     """An answer is about the flag itself; "did you mean" would lead to another one."""
-    theirs = defaults(version)
-    words = {flag(name) for name in theirs} | {flag(f"no_{name}") for name in theirs if theirs[name] is True}
+    arguments = defaults(version)
+    words = {flag(name) for name in arguments} | {flag(f"no_{name}") for name in arguments if arguments[name] is True}
     words |= {"--disable-bias-linear", "--override-opt_param-scheduler", "--no-save-optim", "--no-such-flag"}
     words -= set(re.findall(r"--[a-z][a-z0-9-]*", help_of("--help-all", capsys)))
     with pytest.raises(UserError) as caught:

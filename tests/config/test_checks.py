@@ -11,7 +11,7 @@ from megatron_ext.errors import UserError
 
 BASE = "--data-path x --vocab-size 64"
 # flags with a mistake | the option that its line names | the nearest flags that pass | processes of both, if not 1;
-# those of a line of ## come before those of its rows
+# flags of a line of ## come before its rows' flags
 CASES = """
 --hidden-size 130 | hidden_size | --hidden-size 136
 --hidden-size 132 | kv_channels | --hidden-size 136
@@ -198,7 +198,8 @@ def found(flags: str, world: int = 1) -> list[str]:
 
 
 def test_each_rule_refuses_its_mistake_and_accepts_a_neighbour() -> None:
-    wrong, common = [], ""
+    wrong = []
+    common = ""
     for line in CASES.strip("\n").splitlines():
         if line.startswith("## "):
             common = line.removeprefix("## ")

@@ -10,7 +10,7 @@ NOTHING, EVERYTHING = GradientSharing(False, False, False), GradientSharing(True
 
 @pytest.mark.parametrize("on_cuda", [False, True])
 @pytest.mark.parametrize(
-    ("given", "cpu", "cuda"),
+    ("flags", "cpu", "cuda"),
     [
         ("", (False, False, False), (True, True, True)),
         ("--use-distributed-optimizer", (True, False, False), (True, True, True)),
@@ -21,9 +21,9 @@ NOTHING, EVERYTHING = GradientSharing(False, False, False), GradientSharing(True
         ("--bf16 --use-precision-aware-optimizer", (True, False, False), (True, True, True)),
     ],
 )
-def test_what_is_given_holds_and_the_rest_follows(given: str, cpu, cuda, on_cuda: bool) -> None:
+def test_what_is_given_holds_and_the_rest_follows(flags: str, cpu, cuda, on_cuda: bool) -> None:
     """A gather overlaps only where there is a distributed optimizer that reduces early: Megatron asks for both."""
-    config = parse(given.split())
+    config = parse(flags.split())
     assert config.gradient_sharing(on_cuda, 4) == GradientSharing(*(cuda if on_cuda else cpu))
 
 

@@ -43,7 +43,7 @@ def run(matrix: Path, name: str, *flags: str):  # type: ignore[no-untyped-def]
 
 def test_each_run_is_a_configuration_with_its_facts(matrix: Path) -> None:
     """Later axes win over earlier ones, both over the family, and that over what it extends."""
-    facts = {name: one.get("recipe") for name, one in expand(yaml.safe_load(MATRIX), "runs.yaml").items()}
+    facts = {name: entry.get("recipe") for name, entry in expand(yaml.safe_load(MATRIX), "runs.yaml").items()}
     assert facts == {
         "size_small_rate_4": {"title": "small, 1/4", "differs": "nothing"},
         "size_small_rate_8": {"title": "small, 1/8", "differs": "nothing", "published": {"remark": "1.5"}},
@@ -51,12 +51,12 @@ def test_each_run_is_a_configuration_with_its_facts(matrix: Path) -> None:
         "size_large_rate_8": {"title": "large, 1/8", "differs": "eight layers"},
         "again": None,
     }
-    found = {
+    options = {
         name: (config.model.num_layers, config.window.window_rate, config.window.window_start, config.checkpoint.save)
         for name in facts.keys() - {"size_small_rate_8"}
         for config in [run(matrix, name)]
     }
-    assert found == {
+    assert options == {
         "size_small_rate_4": (2, 0.25, 8, "runs/size_small_rate_4"),
         "size_large_rate_4": (8, 0.25, 8, "runs/size_large_rate_4"),
         "size_large_rate_8": (9, 0.125, 8, "runs/size_large_rate_8"),

@@ -26,10 +26,10 @@ MODEL = {"num_layers": 4, "hidden_size": 512, "num_attention_heads": 8}
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_table_has_every_argument_and_its_default(version: str) -> None:
-    theirs = defaults(version)
-    assert [name for name in theirs if find_argument(name) is None] == []
-    named = {name: argument.default for name, argument in ARGUMENTS.items() if name in theirs}
-    assert {name for name in named if named[name] != theirs[name] and (named[name] or theirs[name])} <= {
+    expected = defaults(version)
+    assert [name for name in expected if find_argument(name) is None] == []
+    named = {name: argument.default for name, argument in ARGUMENTS.items() if name in expected}
+    assert {name for name in named if named[name] != expected[name] and (named[name] or expected[name])} <= {
         "attention_backend",  # an enum
         "muon_tp_mode",  # changed in the last version
     }
@@ -56,13 +56,13 @@ def test_no_argument_has_two_places() -> None:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_defaults_are_those_of_megatron_lm(version: str) -> None:
     """A flag that is not given means Megatron-LM's default: four times the width, all heads with keys, GELU."""
-    given = defaults(version) | MODEL
-    result = translate(given)
+    arguments = defaults(version) | MODEL
+    result = translate(arguments)
     assert (result.options["ffn_hidden_size"], result.options["num_query_groups"]) == (2048, 8)
     assert result.model.keys() == {"swiglu", "normalization", "add_bias_linear", "position_embedding_type"}
     assert {"attention_dropout", "calculate_per_token_loss"} == result.training.keys()
     assert result.unknown == {}
-    assert translate(given | {"swiglu": True}).options["ffn_hidden_size"] == 1344
+    assert translate(arguments | {"swiglu": True}).options["ffn_hidden_size"] == 1344
 
 
 @pytest.mark.parametrize(
@@ -137,20 +137,20 @@ PIPELINE = {*PP4, "num_layers_per_virtual_pipeline_stage", "pipeline_model_paral
     ],
 )
 def test_stages_have_the_layers_that_megatron_builds(layers: int, given: dict[str, Any]) -> None:
-    """By Megatron-Core's own count, for each stage and virtual stage."""
+    """Megatron-Core's own count is the same for each stage and virtual stage."""
     result = translate(MODEL | PP4 | given | {"num_layers": layers})
-    ours = ParallelConfig(**{name: result.options[name] for name in result.options if name in PIPELINE})
-    chunks = ours.layers_of_chunks(layers)
+    parallel = ParallelConfig(**{name: result.options[name] for name in result.options if name in PIPELINE})
+    chunks = parallel.layers_of_chunks(layers)
     virtual = len(chunks) // 4
-    theirs = given.copy()
+    sizes = given.copy()
     for name in ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"):
-        theirs.pop(name, None)
+        sizes.pop(name, None)
     for end in ("first", "last"):
-        number = theirs.pop(f"decoder_{end}_pipeline_num_layers", None)
-        theirs[f"num_layers_in_{end}_pipeline_stage"] = number
+        number = sizes.pop(f"decoder_{end}_pipeline_num_layers", None)
+        sizes[f"num_layers_in_{end}_pipeline_stage"] = number
     config = TransformerConfig(
         num_layers=layers, hidden_size=8, num_attention_heads=1, pipeline_dtype=torch.float32,
-        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None, **PP4, **theirs,
+        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None, **PP4, **sizes,
     )  # fmt: skip
     layout = config.pipeline_model_parallel_layout
     for number, size in enumerate(chunks):
@@ -163,8 +163,8 @@ def test_stages_have_the_layers_that_megatron_builds(layers: int, given: dict[st
 
 
 def test_layers_that_fill_no_stages_are_refused_in_one_line() -> None:
-    given = {"decoder_first_pipeline_num_layers": 2, "num_layers": 10}
-    assert "10 layers" in translate(MODEL | PP4 | given).training["pipeline_model_parallel_layout"]
+    arguments = {"decoder_first_pipeline_num_layers": 2, "num_layers": 10}
+    assert "10 layers" in translate(MODEL | PP4 | arguments).training["pipeline_model_parallel_layout"]
     assert "needs" in translate(MODEL | PP4 | {"pipeline_model_parallel_layout": "Ettm|L"}).training.popitem()[1]
 
 

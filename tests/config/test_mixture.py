@@ -33,8 +33,8 @@ def test_a_mixture_and_a_part_of_it_may_be_files(tmp_path: Path, monkeypatch: py
     path = write(tmp_path, "all.yaml", parts)
     monkeypatch.chdir(tmp_path)
     config = parse(["--mixture", str(path)])
-    found = [(part.prefix, part.weight, part.length) for part in config.data.mixture]
-    assert found == [("books", 60, None), ("wiki", 10, 16), ("web", 30, 16)]
+    parsed = [(part.prefix, part.weight, part.length) for part in config.data.mixture]
+    assert parsed == [("books", 60, None), ("wiki", 10, 16), ("web", 30, 16)]
     assert config.data.mixture[0].options == {"first_tokens": 8}
     for mixture in (parts, str(path)):
         assert parse(["--config", str(write(tmp_path, "run.yaml", {"data": {"mixture": mixture}}))]) == config
@@ -60,7 +60,7 @@ def test_prefixes_without_weights_are_weighted_by_their_tokens(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("parts", "said"),
+    ("parts", "message"),
     [
         ({}, "mixture: got {}, needs a valid list"),
         ([], "holds no parts"),
@@ -73,13 +73,13 @@ def test_prefixes_without_weights_are_weighted_by_their_tokens(tmp_path: Path) -
         ([{"prefix": "a", "wieght": 1}], "mixture.0.wieght"),
     ],
 )
-def test_mistakes_in_a_file(tmp_path: Path, parts: object, said: str) -> None:
+def test_mistakes_in_a_file(tmp_path: Path, parts: object, message: str) -> None:
     path = write(tmp_path, "mixture.yaml", parts)
-    assert said in refused(parse, ["--mixture", str(path)])
+    assert message in refused(parse, ["--mixture", str(path)])
 
 
 @pytest.mark.parametrize(
-    ("part", "said"),
+    ("part", "message"),
     [
         (MixturePart("d/a", length=48), "mixture: a: got length 48, needs a divisor of seq_length 64"),
         (MixturePart("d/a", weight=float("nan")), "mixture: a: got weight nan"),
@@ -88,8 +88,8 @@ def test_mistakes_in_a_file(tmp_path: Path, parts: object, said: str) -> None:
         (MixturePart("a", packing="whole_document", packing_options=("below=64",)), "needs more than the 64 tokens"),
     ],
 )
-def test_mistakes_in_a_part(part: MixturePart, said: str) -> None:
-    assert any(said in line for line in part.mistakes(64))
+def test_mistakes_in_a_part(part: MixturePart, message: str) -> None:
+    assert any(message in line for line in part.mistakes(64))
 
 
 def test_the_ready_mixtures_are_complete() -> None:

@@ -44,18 +44,18 @@ def test_a_stage_is_the_common_part_then_its_own_then_the_flags(tmp_path: Path) 
 def test_a_later_file_wins_over_an_earlier_one_and_its_stages(tmp_path: Path) -> None:
     kept = LONG | {"data": {"seq_length": 64}, "keep": ["samples"]}
     over = {"optimizer": {"lr": 3e-4}, "stages": [{"name": "long", "training": {"train_iters": 7}}]}
-    both = [*written(tmp_path, SHORT, kept), *config_file(tmp_path, over)]
-    short, long = parse_stages(both)
+    both_files = [*written(tmp_path, SHORT, kept), *config_file(tmp_path, over)]
+    short, long = parse_stages(both_files)
     assert [stage.config.training.train_iters for stage in (short, long)] == [10, 7]
     assert [stage.config.optimizer.lr for stage in (short, long)] == [3e-4, 3e-4]
     assert [stage.config.data.global_batch_size for stage in (short, long)] == [4, 4]
     assert long.keep == ("samples",)
-    assert parse_stages([*both, *written(tmp_path, SHORT, kept)])[1].config.optimizer.lr == 2e-5
-    assert parse_stages([*both, "--lr", "1e-5"])[1].config.optimizer.lr == 1e-5
+    assert parse_stages([*both_files, *written(tmp_path, SHORT, kept)])[1].config.optimizer.lr == 2e-5
+    assert parse_stages([*both_files, "--lr", "1e-5"])[1].config.optimizer.lr == 1e-5
     anew = config_file(tmp_path, {"stages": [{"name": "long", "keep": []}]})
     assert parse_stages([*written(tmp_path, SHORT, kept), *anew])[1].keep == ()
-    other = config_file(tmp_path, {"stages": [{"name": "lang"}]})
-    text = refused(parse_stages, [*written(tmp_path, SHORT, kept), *other])
+    misspelt_file = config_file(tmp_path, {"stages": [{"name": "lang"}]})
+    text = refused(parse_stages, [*written(tmp_path, SHORT, kept), *misspelt_file])
     assert "stages: got lang, needs a stage of the files before it, short, long; did you mean long?" in text
     alone = config_file(tmp_path, {"training": {"seed": 7}})
     assert parse([*alone, *config_file(tmp_path, {"training": {"bf16": True}}, "b.yaml")]).training.seed == 7
@@ -110,16 +110,16 @@ def test_first_weights_are_the_first_stages(tmp_path: Path) -> None:
     (alone,) = stages_of(tmp_path, "--save", "a", "--init-from", "llama", "--stage", "long")
     assert (alone.config.checkpoint.init_from, alone.before) == ("llama", None)
     for flags in ((), ("--stage", "long")):  # of the file, they are the first one's however the second is run
-        told = written(tmp_path, SHORT, LONG, checkpoint={"save": "a", "init_from": "llama"})
-        long = parse_stages([*told, *flags])[-1]
+        file_flags = written(tmp_path, SHORT, LONG, checkpoint={"save": "a", "init_from": "llama"})
+        long = parse_stages([*file_flags, *flags])[-1]
         assert (long.config.checkpoint.init_from, long.before.name if long.before else None) == ("a/short", "short")
-    own = LONG | {"checkpoint": {"init_from": "other"}, "keep": ["optimizer"]}
-    other = stages_of(tmp_path, "--save", "a", long=own)[1].config.checkpoint
-    assert (other.init_from, other.init_optimizer) == ("other", True)
+    long_stage = LONG | {"checkpoint": {"init_from": "other"}, "keep": ["optimizer"]}
+    checkpoint = stages_of(tmp_path, "--save", "a", long=long_stage)[1].config.checkpoint
+    assert (checkpoint.init_from, checkpoint.init_optimizer) == ("other", True)
     first = ["--save", "a", "--init-from", "run", "--init-optimizer"]  # the optimizer's state is the first one's too
     assert [stage.config.checkpoint.init_optimizer for stage in stages_of(tmp_path, *first)] == [True, False]
-    own = LONG | {"checkpoint": {"init_optimizer": True}}
-    assert stages_of(tmp_path, "--save", "a", long=own)[1].config.checkpoint.init_optimizer
+    long_stage = LONG | {"checkpoint": {"init_optimizer": True}}
+    assert stages_of(tmp_path, "--save", "a", long=long_stage)[1].config.checkpoint.init_optimizer
 
 
 def test_one_stage_alone_and_its_written_configuration(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_one_stage_alone_and_its_written_configuration(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stages", "flags", "said"),
+    ("stages", "flags", "message"),
     [
         ([SHORT, LONG], ["--stage", "lon"], "stage: got lon, run.yaml has short, long; did you mean long?"),
         ([], [], "stages: got none, needs at least one"),
@@ -153,8 +153,8 @@ def test_one_stage_alone_and_its_written_configuration(tmp_path: Path) -> None:
         ([SHORT], ["--save", "a", "--load", "b"], "load: got b, a run in stages needs the same folder as save a"),
     ],
 )
-def test_mistakes_in_stages(tmp_path: Path, stages: list[Any], flags: list[str], said: str) -> None:
-    assert said in refused(parse_stages, [*written(tmp_path, *stages), *flags]).replace(f"{tmp_path}/", "")
+def test_mistakes_in_stages(tmp_path: Path, stages: list[Any], flags: list[str], message: str) -> None:
+    assert message in refused(parse_stages, [*written(tmp_path, *stages), *flags]).replace(f"{tmp_path}/", "")
 
 
 def test_tools_need_to_know_which_stage(tmp_path: Path) -> None:
@@ -171,7 +171,9 @@ def test_every_stage_is_checked_before_the_first_begins(tmp_path: Path) -> None:
 def test_the_processes_join_once_for_all_stages(tmp_path: Path) -> None:
     stages = stages_of(tmp_path, "--save", "a", long=LONG | {"parallel": {"distributed_timeout_minutes": 90}})
     assert "distributed_timeout_minutes: got 10 in short, 90 in long; give one" in refused(check_stages, stages, 1)
-    own = LONG | {"parallel": {"distributed_timeout_minutes": 90}, "checkpoint": {"init_from": "other"}}
-    assert "distributed_timeout_minutes" in refused(check_stages, stages_of(tmp_path, "--save", "a", long=own), 1)
-    check_stages(stages_of(tmp_path, "--save", "a", "--stage", "long", long=own), 1)
+    long_stage = LONG | {"parallel": {"distributed_timeout_minutes": 90}, "checkpoint": {"init_from": "other"}}
+    assert "distributed_timeout_minutes" in refused(
+        check_stages, stages_of(tmp_path, "--save", "a", long=long_stage), 1
+    )
+    check_stages(stages_of(tmp_path, "--save", "a", "--stage", "long", long=long_stage), 1)
     check_stages(stages_of(tmp_path, "--save", "a", "--distributed-timeout-minutes", 90), 1)

@@ -16,8 +16,13 @@ from megatron_ext.masks import LayerMasks
 from tests.launcher import call
 from tests.runs import relative, weight_error
 
-VOCABULARY, LAYERS, HEADS, KEY_HEADS, HEAD_SIZE = 61, 2, 8, 4, 6
-STEPS, SERIES = 2, ("lm_loss", "train_loss", "grad_norm", "denominator")  # what each step gives
+VOCABULARY = 61
+LAYERS = 2
+HEADS = 8
+KEY_HEADS = 4
+HEAD_SIZE = 6
+STEPS = 2
+SERIES = ("lm_loss", "train_loss", "grad_norm", "denominator")  # what each step gives
 VALIDATION = 1000  # the first sample index of the validation rows
 TIMEOUT_S = 1000
 
@@ -40,8 +45,7 @@ class Case:
     policy: str = "auto"
     scheme: str = "exchange"
     documents: str = "mixed"  # "mixed" (ends anywhere, others in each row), "one" per row, or one per "token"
-    # "all" tokens, "uneven" along the row, all but those of a "rank", all but those of the first "micro-batch", or
-    # "none"
+    # "all" tokens, "uneven" along the row, all but a "rank"'s, all but the first "micro-batch"'s, or "none"
     trained: str = "all"
     # for trained="rank", the (cp_size, policy, rank) whose tokens are not trained
     masked: tuple[int, str, int] | None = None
@@ -99,17 +103,18 @@ class Case:
         return self.config({}).mask_options().at(self.length, ends, self.window)
 
     def plans(self, cp_size: int, step: int) -> list[list[tuple[int, CPPlan]]]:
-        """Of all micro-batches of a step, those of every data-parallel rank: layers and the plan that they follow."""
+        """Return all micro-batches of a step, for every data-parallel rank: layers and the plan that they follow."""
         options = ContextOptions(ContextGroup(0, cp_size, None), self.policy, None, HEADS, KEY_HEADS)
         all_masks = [self.masks(first) for first in range(step * self.rows, (step + 1) * self.rows, self.micro_batch)]
         return [
-            [(layers, made) for (layers, _), made in zip(masks.by_layers(), options.plans(masks), strict=True)]
+            [(layers, cp_plan) for (layers, _), cp_plan in zip(masks.by_layers(), options.plans(masks), strict=True)]
             for masks in all_masks
         ]
 
     def _drawn(self, sample: int) -> TokenRow:
         """The row with every token trained."""
-        chance, length = np.random.default_rng([7, sample]), self.length
+        chance = np.random.default_rng([7, sample])
+        length = self.length
         tokens = chance.integers(0, VOCABULARY, length + 1)
         ends = {
             "one": np.array([length]),
@@ -161,7 +166,7 @@ class Outcome:
     weights: dict[str, np.ndarray] | None  # the whole model, by Hugging Face names; on process 0 alone
     # (operation, bytes sent to others) of every collective on the context-parallel group in the first step
     calls: list[tuple[str, int]]
-    evaluation_calls: list[tuple[str, int]]  # those of the evaluation
+    evaluation_calls: list[tuple[str, int]]  # in the evaluation
     counted: list[int]  # of each step, what this process's ContextGroup counted
     # of each step (weight_std, weight_max, zero_count, score_sum)
     weight_metrics: list[tuple[float, float, float, float]]
@@ -207,7 +212,7 @@ LAYOUTS = (CP2, CP4, CP2_TP2, CP2_PP2, CP2_DP2)
 
 
 class Runs:
-    """What came of the jobs of each layout: those of a list run in the same processes, when the first is asked for."""
+    """The results of each layout's jobs; all jobs of a list run in the same processes, when the first is asked for."""
 
     def __init__(self, jobs_of: Callable[[Layout], Sequence[Sequence[Case | Probe]]]) -> None:
         self._jobs_of = jobs_of
@@ -215,7 +220,7 @@ class Runs:
         self._alone: dict[Case | Probe, list[Any]] = {}
 
     def of(self, layout: Layout, job: Case | Probe) -> list[Any]:
-        """What each process saw of a job: an `Outcome` or a `ProbeOutcome`."""
+        """Return what each process saw of a job: an `Outcome` or a `ProbeOutcome`."""
         seen = self._seen.setdefault(layout, {})
         if job not in seen:
             together = next(jobs for jobs in self._jobs_of(layout) if job in jobs)
@@ -224,7 +229,7 @@ class Runs:
         return seen[job]
 
     def alone(self, case: Case) -> Outcome:
-        """What one process saw of a case of a layout that has run."""
+        """Return what one process saw of a case of a layout that has run."""
         if case.alone not in self._alone:
             cases = [job.alone for seen in self._seen.values() for job in seen if isinstance(job, Case)]
             self._alone |= _run({}, 1, [case for case in cases if case not in self._alone])
@@ -232,14 +237,14 @@ class Runs:
         return outcome
 
 
-def _run(parallel: Parallel, processes: int, some: Sequence[Case | Probe]) -> dict[Case | Probe, list[Any]]:
-    jobs = list(dict.fromkeys(some))
-    everyone = call(_work, processes, parallel, jobs, timeout_s=TIMEOUT_S, group=False)
-    return dict(zip(jobs, map(list, zip(*everyone, strict=True)), strict=True))
+def _run(parallel: Parallel, processes: int, requested: Sequence[Case | Probe]) -> dict[Case | Probe, list[Any]]:
+    jobs = list(dict.fromkeys(requested))
+    answers = call(_work, processes, parallel, jobs, timeout_s=TIMEOUT_S, group=False)
+    return dict(zip(jobs, map(list, zip(*answers, strict=True)), strict=True))
 
 
 def errors(ours: Outcome, theirs: Outcome) -> dict[str, float]:
-    found = {name: relative(getattr(ours, name), getattr(theirs, name)) for name in SERIES}
-    found["valid_loss"] = relative([ours.valid_loss], [theirs.valid_loss])
-    found["weights"] = weight_error(ours.weights, theirs.weights)[0]
-    return found
+    differences = {name: relative(getattr(ours, name), getattr(theirs, name)) for name in SERIES}
+    differences["valid_loss"] = relative([ours.valid_loss], [theirs.valid_loss])
+    differences["weights"] = weight_error(ours.weights, theirs.weights)[0]
+    return differences

@@ -21,7 +21,7 @@ SCALE = 0.5
 
 
 def events_of(rank: int) -> list[str]:
-    """What one of two ranks does in turn, forward and backward, with the key heads in two parts."""
+    """List what one of two ranks does in turn, forward and backward, with the key heads in two parts."""
     seen: list[str] = []
     move, land = AsyncAllToAll.move, AsyncAllToAll.finish
 
@@ -51,9 +51,10 @@ def events_of(rank: int) -> list[str]:
 
 def test_local_pieces_are_computed_while_rows_travel() -> None:
     """Rank 0 holds documents of 1, 4, 1 and 6 tokens; rank 1 the other 8 of the last one, and one of 4."""
-    local_only, both = call(events_of, 2)
+    local_only, local_and_remote = call(events_of, 2)
     assert ", ".join(local_only) == "send, send, attend 12, receive, receive, send, send, back 12, receive, receive"
-    forward, backward = ", ".join(both[:7]), ", ".join(both[7:])
+    forward = ", ".join(local_and_remote[:7])
+    backward = ", ".join(local_and_remote[7:])
     assert forward == "send, send, attend 4, receive, attend 8, receive, attend 8"
     assert backward == "back 8, send, back 8, send, back 4, receive, receive"
 
@@ -62,22 +63,22 @@ def test_local_pieces_are_computed_while_rows_travel() -> None:
 def test_gradients_of_rows_picked_several_times_add_up(picked: list[int]) -> None:
     rows = torch.randn(4, 2, 3, dtype=torch.float64, requires_grad=True)
     picks = RowPicks.of(np.array(picked, dtype=np.int64))
-    theirs = rows[picked] if picked else rows[:0]
-    ours = picks.of_rows(rows)
-    assert torch.equal(ours, theirs)
-    grad = torch.randn(theirs.shape, dtype=torch.float64)
-    (expected,) = torch.autograd.grad(theirs, rows, grad)
-    torch.testing.assert_close(torch.autograd.grad(ours, rows, grad)[0], expected, rtol=1e-14, atol=0)
+    indexed_rows = rows[picked] if picked else rows[:0]
+    picked_rows = picks.of_rows(rows)
+    assert torch.equal(picked_rows, indexed_rows)
+    grad = torch.randn(indexed_rows.shape, dtype=torch.float64)
+    (expected,) = torch.autograd.grad(indexed_rows, rows, grad)
+    torch.testing.assert_close(torch.autograd.grad(picked_rows, rows, grad)[0], expected, rtol=1e-14, atol=0)
 
 
 @pytest.mark.parametrize("receivers", [2, 3, 8])
 def test_gradients_of_many_receivers_are_rounded_once(receivers: int) -> None:
-    """The rms error of bf16 gradients against float64 is that of one rounding."""
+    """The rms error of bf16 gradients against float64 is the error of one rounding."""
     rows = torch.randn(512, 2, 8, dtype=torch.bfloat16, requires_grad=True)
     picks = RowPicks.of(np.tile(np.arange(512), receivers))
     grad = torch.randn(receivers * 512, 2, 8, dtype=torch.bfloat16)
-    (got,) = torch.autograd.grad(picks.of_rows(rows), rows, grad)
+    (gradient,) = torch.autograd.grad(picks.of_rows(rows), rows, grad)
     exact = grad.double().unflatten(0, (receivers, 512)).sum(0)
-    error, rounding = ((x.double() - exact).square().mean().sqrt() for x in (got, exact.bfloat16()))
-    assert got.dtype == torch.bfloat16
+    error, rounding = ((x.double() - exact).square().mean().sqrt() for x in (gradient, exact.bfloat16()))
+    assert gradient.dtype == torch.bfloat16
     assert error <= 1.001 * rounding

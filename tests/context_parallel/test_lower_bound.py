@@ -12,13 +12,15 @@ from megatron_ext.layout import PackedLayout, build_layout
 def rows_and_balance(layout: PackedLayout, first: tuple[int, ...]) -> tuple[int, float]:
     """Count by hand what two ranks move, of which one holds the tokens of `first`."""
     ranks = [set(first), set(range(layout.tokens)) - set(first)]
-    rows, pairs = 0, []
+    rows = 0
+    pairs = []
     for held in ranks:
-        seen, count = set(), 0
+        seen = set()
+        count = 0
         for start, end in zip(layout.cu_seqlens[:-1].tolist(), layout.cu_seqlens[1:].tolist(), strict=True):
-            own = [token for token in range(start, end) if token in held]
-            count += sum(token - start + 1 for token in own)
-            seen |= set(range(start, max(own) + 1)) if own else set()
+            held_tokens = [token for token in range(start, end) if token in held]
+            count += sum(token - start + 1 for token in held_tokens)
+            seen |= set(range(start, max(held_tokens) + 1)) if held_tokens else set()
         rows += len(seen - held)
         pairs.append(count)
     return rows, max(pairs) / (sum(pairs) / 2)
@@ -26,7 +28,7 @@ def rows_and_balance(layout: PackedLayout, first: tuple[int, ...]) -> tuple[int,
 
 @pytest.mark.parametrize("ends", [(), (2,), (5,), (9,), (1, 2, 3), (3, 6), (4, 5)])
 def test_no_assignment_of_ten_tokens_to_two_ranks_moves_fewer_rows(ends: tuple[int, ...]) -> None:
-    """Of its balance, which is rounded."""
+    """The bound holds among assignments of the same balance, which is rounded."""
     layout = build_layout(10, ends, 10)
     tried = {rows_and_balance(layout, first) for first in combinations(range(10), 5)}
     assert all(fewest_rows(layout, 2, balance) <= rows for rows, balance in tried)
@@ -44,7 +46,7 @@ def test_it_is_reached_by_one_segment_whose_ranks_need_not_have_as_many_tokens_o
 def test_no_division_of_pairs_costs_less_than_the_bound_with_queries(
     ends: tuple[int, ...], key: int, query: int
 ) -> None:
-    """Of 4 tokens on 2 ranks: every owner of the tokens, and every rank for each pair of a query and a key.
+    """Two ranks have 4 tokens, with every owner of the tokens, and every rank for each pair of a query and a key.
 
     The cost of two heads that share keys: a rank needs the keys of both heads' pairs, and sends queries of each.
     """
@@ -52,25 +54,34 @@ def test_no_division_of_pairs_costs_less_than_the_bound_with_queries(
 
     @functools.cache
     def bound(busiest: float, together: bool) -> int:
-        """Of a number of pairs of the busiest rank."""
+        """Return the bound for a number of pairs of the busiest rank."""
         return least_cost(layout, 2, 2 * busiest / len(pairs), key, query, together=together)
 
     segment = [int((layout.cu_seqlens <= token).sum()) for token in range(4)]
     pairs = [(i, j) for i in range(4) for j in range(i + 1) if segment[i] == segment[j]]
     for first in combinations(range(4), 2):
         held = [set(first), set(range(4)) - set(first)]
-        found = []  # of each head alone: pairs of rank 0, keys that each rank lacks, queries that it lacks
+        divisions = []  # of each head alone: pairs of rank 0, keys that each rank lacks, queries that it lacks
         for where in product(range(2), repeat=len(pairs)):
-            own = [[pair for pair, rank in zip(pairs, where, strict=True) if rank == wanted] for wanted in range(2)]
-            keys = [frozenset(j for _, j in mine) - held[rank] for rank, mine in enumerate(own)]
-            queries = sum(len({i for i, _ in mine} - held[rank]) for rank, mine in enumerate(own))
-            found.append((len(own[0]), keys, queries))
-        for some, keys, queries in found:
+            pairs_of_ranks = [
+                [pair for pair, rank in zip(pairs, where, strict=True) if rank == wanted] for wanted in range(2)
+            ]
+            keys = [frozenset(j for _, j in rank_pairs) - held[rank] for rank, rank_pairs in enumerate(pairs_of_ranks)]
+            queries = sum(
+                len({i for i, _ in rank_pairs} - held[rank]) for rank, rank_pairs in enumerate(pairs_of_ranks)
+            )
+            divisions.append((len(pairs_of_ranks[0]), keys, queries))
+        for pairs_of_0, keys, queries in divisions:
             cost = key * sum(map(len, keys)) + query * queries
-            assert max(bound(max(some, len(pairs) - some), together) for together in (False, True)) <= cost
-        cheapest = {(some, *keys): queries for some, keys, queries in sorted(found, key=lambda one: -one[2])}
-        for ((some, *keys), queries), ((others, *more), sent) in product(cheapest.items(), repeat=2):
-            busiest = max(some + others, 2 * len(pairs) - some - others)
-            shared = sum(len(a | b) for a, b in zip(keys, more, strict=True))
+            assert max(bound(max(pairs_of_0, len(pairs) - pairs_of_0), together) for together in (False, True)) <= cost
+        cheapest = {
+            (pairs_of_0, *keys): queries
+            for pairs_of_0, keys, queries in sorted(divisions, key=lambda division: -division[2])
+        }
+        for ((pairs_of_0, *keys), queries), ((other_pairs_of_0, *other_keys), sent) in product(
+            cheapest.items(), repeat=2
+        ):
+            busiest = max(pairs_of_0 + other_pairs_of_0, 2 * len(pairs) - pairs_of_0 - other_pairs_of_0)
+            shared = sum(len(a | b) for a, b in zip(keys, other_keys, strict=True))
             cost = 2 * key * shared + query * (queries + sent)  # twice what the cost of one head would be
             assert 2 * bound(busiest / 2, together=True) <= cost

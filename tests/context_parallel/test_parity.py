@@ -27,7 +27,8 @@ ALONE = Layout("alone", 1, 1)
 def windows() -> Iterator[Case]:
     """Every window, with and without the document mask, in micro-batches of one and two rows; policies take turns."""
     for number, (window, document_mask) in enumerate(itertools.product(WINDOWS, (True, False))):
-        policy, turn = POLICIES[(number + number // 4) % 4], (number // 2 + number) % 2
+        policy = POLICIES[(number + number // 4) % 4]
+        turn = (number // 2 + number) % 2
         yield Case(window, document_mask, policy, micro_batch=1 + turn, rows=2 + 2 * turn)
 
 
@@ -59,7 +60,7 @@ def short_segments(layout: Layout) -> Iterator[Case]:
 
 
 def chosen_schemes() -> Iterator[Case]:
-    """Where little is exchanged, and where trading heads is cheaper."""
+    """Yield cases where little is exchanged, and where trading heads is cheaper."""
     for window in (7, 64, LENGTH):
         for scheme in ("auto", *SCHEMES):
             yield Case(window, False, "zigzag", scheme)
@@ -76,7 +77,7 @@ def switches() -> Iterator[Case]:
 
 
 def other_masks() -> Iterator[Case]:
-    """Sliding windows, and local layers whose segments are not those of the window; each under two policies."""
+    """Yield sliding windows, and local layers whose segments differ from the window's, each under two policies."""
     for first, scheme in itertools.product((0, 2), SCHEMES):
         policies = POLICIES[first:] + POLICIES[:first]
         yield Case(20, True, policies[0], scheme, window_mask="sliding", micro_batch=2, rows=4)
@@ -86,7 +87,7 @@ def other_masks() -> Iterator[Case]:
 
 
 def groups(layout: Layout) -> dict[str, list[Case]]:
-    """What a layout is compared with one process in."""
+    """Return the groups in which a layout is compared with one process."""
     cases = {"windows": list(windows()), "corners": list(corners()), "loss masks": list(loss_masks(layout))}
     if layout in (CP2, CP4):
         cases |= {"short segments": list(short_segments(layout)), "schemes": list(chosen_schemes())}
@@ -139,8 +140,8 @@ def test_a_layout_trains_the_same_model(runs: Runs, layout: Layout, group: str) 
     """Losses, gradient norms, validation and final weights equal one process to 1e-5; replicas agree bit for bit."""
     for case in groups(layout)[group]:
         outcomes = runs.of(layout, case)
-        found = errors(outcomes[0], runs.alone(case))
-        assert max(found.values()) <= TOLERANCE, (case, found)
+        differences = errors(outcomes[0], runs.alone(case))
+        assert max(differences.values()) <= TOLERANCE, (case, differences)
         replicas = {(outcome.coordinates, outcome.digest) for outcome in outcomes}
         assert len(replicas) == len({coordinates for coordinates, _ in replicas}), f"{case}: replicas differ"
         assert all(outcome.grad_norm == outcomes[0].grad_norm for outcome in outcomes), case
@@ -164,23 +165,24 @@ def test_auto_takes_the_scheme_that_moves_fewer_bytes(
     ranks: int, heads: int, key_heads: int, window: int, chosen: Scheme
 ) -> None:
     options = ContextOptions(ContextGroup(0, ranks, None), "zigzag", None, heads, key_heads)
-    made = plan(build_layout(4 * LENGTH, [], 4 * LENGTH if window == LENGTH else window), ranks, "zigzag")
-    assert options.choose(made) is chosen
-    assert replace(options, exchanged_heads=0.5).choose(made) is Scheme.EXCHANGE  # a latent
+    cp_plan = plan(build_layout(4 * LENGTH, [], 4 * LENGTH if window == LENGTH else window), ranks, "zigzag")
+    assert options.choose(cp_plan) is chosen
+    assert replace(options, exchanged_heads=0.5).choose(cp_plan) is Scheme.EXCHANGE  # a latent
     for named in Scheme:
-        assert replace(options, scheme=named).choose(made) is named
+        assert replace(options, scheme=named).choose(cp_plan) is named
 
 
 def test_low_precision(runs: Runs) -> None:
     for case in LOW_PRECISION:
-        found = errors(runs.of(CP2, case)[0], runs.alone(case))
-        assert max(found[name] for name in ("lm_loss", "train_loss", "valid_loss")) <= 2e-3, found
-        assert max(found[name] for name in ("grad_norm", "weights")) <= 1e-2, found
+        differences = errors(runs.of(CP2, case)[0], runs.alone(case))
+        assert max(differences[name] for name in ("lm_loss", "train_loss", "valid_loss")) <= 2e-3, differences
+        assert max(differences[name] for name in ("grad_norm", "weights")) <= 1e-2, differences
 
 
 def may_change(case: Case, row: int, place: int) -> np.ndarray:
     """bool [rows, L], from the formulas: who reads tokens[place] of `row` as an input or as its label."""
-    length, positions = case.length, np.arange(case.length)
+    length = case.length
+    positions = np.arange(case.length)
     ends = case.row_at(row).document_ends
     document = (positions[:, None] >= ends).sum(axis=1)
     changed = np.zeros((case.micro_batch, length), dtype=np.bool_)
@@ -238,7 +240,7 @@ def test_the_bytes_of_all_collectives_are_the_plans(runs: Runs, layout: Layout, 
             counted = sum(outcome.counted[step] for outcome in outcomes)
             assert counted == expected_traffic(layout, case, step, passes)[1], case
         seen = [call for outcome in outcomes for call in outcome.evaluation_calls]
-        other = expected_traffic(layout, case, VALIDATION // case.rows, 1)
-        assert (len(seen), sum(sent for _, sent in seen)) == other, case
+        evaluation_traffic = expected_traffic(layout, case, VALIDATION // case.rows, 1)
+        assert (len(seen), sum(sent for _, sent in seen)) == evaluation_traffic, case
     if group in ("windows", "loss masks", "corners"):
         assert silent  # with nothing to move, no collective at all

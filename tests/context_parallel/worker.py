@@ -33,7 +33,8 @@ class Collectives(TorchDispatchMode):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
-        self.group, self.calls = group, []
+        self.group = group
+        self.calls = []
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if "c10d" in operation.namespace and self._concerned(args):
@@ -55,7 +56,8 @@ class Collectives(TorchDispatchMode):
         return to_others * (sent.numel() // len(sent) if len(sent) else 0) * sent.element_size()
 
     def take(self) -> list[tuple[str, int]]:
-        calls, self.calls = self.calls, []
+        calls = self.calls
+        self.calls = []
         return calls
 
 
@@ -71,7 +73,8 @@ class Worker:
     def model(self, case: Case) -> Any:
         """Wrapped chunks with their initial weights; built once for each kind of case."""
         entropy = case.weighting.weight_score == "mile"
-        kind, config = (case.recompute, case.bf16, case.local_window, entropy), case.config(self.sizes)
+        kind = (case.recompute, case.bf16, case.local_window, entropy)
+        config = case.config(self.sizes)
         model = self.models.get(kind)
         if model is None or case.overlaps:
             model = wrap(build_chunks(config, VOCABULARY, self.platform), config)
@@ -97,18 +100,18 @@ class Worker:
             counted.append(group.take_sent_bytes())
         calls = self.collectives.take()
         with self.collectives:
-            other = maker.train(case.row_at, 0, VALIDATION, case.window)
-            valid = mean_loss(stepper.evaluate(other.train))
+            validation = maker.train(case.row_at, 0, VALIDATION, case.window)
+            valid = mean_loss(stepper.evaluate(validation.train))
             assert valid is not None
         sync_params(model)
         chunks = list(unwrap(model))
         whole = gather(chunks, config.model, VOCABULARY, self.ranks)
-        own = [tensor.detach().float().numpy().tobytes() for chunk in chunks for tensor in chunk.parameters()]
+        weight_bytes = [tensor.detach().float().numpy().tobytes() for chunk in chunks for tensor in chunk.parameters()]
         return Outcome(
             coordinates=(self.ranks.tensor, self.ranks.pipeline),
             **{name: [getattr(result, name) for result in results] for name in cases.SERIES},
             valid_loss=valid,
-            digest=hashlib.sha256(b"".join(own)).hexdigest(),
+            digest=hashlib.sha256(b"".join(weight_bytes)).hexdigest(),
             weights=whole and {name: tensor.float().numpy() for name, tensor in whole.items()},
             calls=calls,
             evaluation_calls=self.collectives.take(),
@@ -117,7 +120,8 @@ class Worker:
         )
 
     def probe(self, probe: Probe) -> ProbeOutcome:
-        case, config = probe.case, probe.case.config(self.sizes)
+        case = probe.case
+        config = probe.case.config(self.sizes)
         group = parallel.context_group(config.parallel, self.ranks, self.platform)
         context = context_options(config, group)
         (model,) = self.model(case)
@@ -132,7 +136,7 @@ class Worker:
         return ProbeOutcome(share.rows[self.ranks.context], np.stack([losses(case.row_at), *changed]))
 
     def do(self, job: Case | Probe) -> Any:
-        """What came of a job; a text where its configuration or its plan is refused, on every process alike."""
+        """Return what came of a job; a text where its configuration or its plan is refused, on every process alike."""
         case = job.case if isinstance(job, Probe) else job
         try:
             check(case.config(self.sizes), self.ranks.world_size)

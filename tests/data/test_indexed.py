@@ -113,17 +113,19 @@ def put(folder: Path, name: str, documents: list[Document], dtype: np.dtype) -> 
     part = folder / name
     sequences = [ids for document in documents for ids in document]
     part.with_suffix(".bin").write_bytes(np.array([token for ids in sequences for token in ids], dtype).tobytes())
-    lengths, counts = (np.array([len(one) for one in those], np.int32) for those in (sequences, documents))
-    none = {"sources": np.zeros(0, np.int32), "source_names": np.zeros(0, np.str_)}
-    np.savez(part.with_suffix(".npz"), lengths=lengths, counts=counts, **none)
+    lengths, counts = (np.array([len(item) for item in items], np.int32) for items in (sequences, documents))
+    no_sources = {"sources": np.zeros(0, np.int32), "source_names": np.zeros(0, np.str_)}
+    np.savez(part.with_suffix(".npz"), lengths=lengths, counts=counts, **no_sources)
     return part
 
 
 @given(parts=st.lists(some_documents, max_size=4), vocab_size=st.sampled_from([65_499, 65_500]))
 def test_the_same_bytes_as_megatrons_builder(tmp_path_factory: pytest.TempPathFactory, parts, vocab_size) -> None:
-    """Of documents of several sequences, and without any; they are read as they were given."""
-    folder, parts = tmp_path_factory.mktemp("indexed"), [*parts, [[[1, 2], [3]]]]
-    dtype, metadata = dtype_of(vocab_size), {"vocab_size": vocab_size, "chat_template": None, "source_field": None}
+    """Documents have several sequences or none; they are read as they were given."""
+    folder = tmp_path_factory.mktemp("indexed")
+    parts = [*parts, [[[1, 2], [3]]]]
+    dtype = dtype_of(vocab_size)
+    metadata = {"vocab_size": vocab_size, "chat_template": None, "source_field": None}
     written = [put(folder, f"{number}", documents, dtype) for number, documents in enumerate(parts)]
     arrays, _ = join_arrays(written)
     write_dataset(str(folder / "ours"), folder, written, arrays, metadata)
@@ -136,7 +138,8 @@ def test_the_same_bytes_as_megatrons_builder(tmp_path_factory: pytest.TempPathFa
     builder.finalize(str(folder / "theirs.idx"))
     for suffix in (".bin", ".idx"):
         assert (folder / f"ours{suffix}").read_bytes() == (folder / f"theirs{suffix}").read_bytes()
-    source, texts = IndexedSource(folder / "theirs"), [list(itertools.chain(*document)) for document in documents]
+    source = IndexedSource(folder / "theirs")
+    texts = [list(itertools.chain(*document)) for document in documents]
     for lengths in (document_lengths(arrays["lengths"], arrays["counts"]), source.document_lengths):
         assert lengths.tolist() == [len(text) for text in texts]
     for number, text in enumerate(texts):

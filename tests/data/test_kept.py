@@ -66,8 +66,8 @@ def test_damaged_arrays_are_computed_again(tmp_path: Path, damage: str) -> None:
 
 def test_another_key_is_computed(tmp_path: Path) -> None:
     kept_arrays(tmp_path, KEY, squares)
-    other = kept_arrays(tmp_path, KEY | {"epoch": 1}, lambda: {"squares": np.zeros(3)})
-    assert other["squares"].tolist() == [0, 0, 0]
+    other_arrays = kept_arrays(tmp_path, KEY | {"epoch": 1}, lambda: {"squares": np.zeros(3)})
+    assert other_arrays["squares"].tolist() == [0, 0, 0]
     kept_arrays(tmp_path, KEY, not_needed)
 
 

@@ -57,8 +57,8 @@ def decoded(prefix: str, tokenizer: Path) -> list[str]:
 
 
 def metadata(options: PreprocessOptions) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(Path(options.output_prefix + ".json").read_text())
-    return found
+    content: dict[str, Any] = json.loads(Path(options.output_prefix + ".json").read_text())
+    return content
 
 
 def test_round_trip(options: PreprocessOptions, tokenizer: Path) -> None:
@@ -90,7 +90,7 @@ def test_neither_workers_nor_shards_change_a_byte(options: PreprocessOptions) ->
 
 
 def test_every_kind_of_input_gives_the_same_tokens(options: PreprocessOptions, tmp_path: Path) -> None:
-    """Of two gzip members, of two zstd frames, of a dictionary-encoded column, of many files."""
+    """Inputs are two gzip members, two zstd frames, a dictionary-encoded column, and many files."""
     preprocess(options)
     wanted = Path(options.output_prefix + ".bin").read_bytes()
     halves = [lines(TEXTS)[:400], lines(TEXTS)[400:]]
@@ -112,8 +112,8 @@ def test_documents_begin_with_a_bos_where_asked(options: PreprocessOptions, toke
     preprocess(begun)
     plain, source = IndexedSource(options.output_prefix), IndexedSource(begun.output_prefix)
     bos = Tokenizer(tokenizer, bos_token="!").bos_id
-    both = DataConfig(data_path=("1", options.output_prefix, "1", begun.output_prefix))
-    assert metadata(begun)["bos_id"] == bos_of(Config(data=both)) == bos
+    both_datasets = DataConfig(data_path=("1", options.output_prefix, "1", begun.output_prefix))
+    assert metadata(begun)["bos_id"] == bos_of(Config(data=both_datasets)) == bos
     assert (source.document_lengths == plain.document_lengths + 1).all()
     for number, length in enumerate(plain.document_lengths.tolist()):
         assert source.read(number, 0, length + 1).tolist() == [bos, *plain.read(number, 0, length).tolist()]
@@ -122,14 +122,15 @@ def test_documents_begin_with_a_bos_where_asked(options: PreprocessOptions, toke
 
 
 def test_documents_keep_their_source(options: PreprocessOptions, tmp_path: Path) -> None:
-    """By its number in the metadata, whatever the shards."""
+    """The source is a number in the metadata, whatever the shards."""
     corpus = str(tmp_path / "corpus" / "a.jsonl")
     kept = replace(options, inputs=[corpus], source_field="repo", min_tokens=4, overwrite=True)
     for shard_bytes in (2000, None):
         preprocess(replace(kept, shard_bytes=shard_bytes))
-        names, source = metadata(kept)["document_sources"], IndexedSource(kept.output_prefix)
+        names = metadata(kept)["document_sources"]
+        source = IndexedSource(kept.output_prefix)
         assert [names[number] for number in source.document_sources] == [str(i % 5) for i in range(299)]
-    preprocess(replace(kept, source_field=None))  # the old sources are not those of the new data
+    preprocess(replace(kept, source_field=None))  # the new data does not have the old sources
     assert IndexedSource(kept.output_prefix).document_sources is None
     assert "source_field: is for texts" in refused(preprocess, replace(kept, messages_field="messages"))
 
@@ -142,11 +143,12 @@ def test_joined_texts_keep_their_source(options: PreprocessOptions, tmp_path: Pa
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     books = replace(options, inputs=[str(path)], tokenizer="bytes", concat_by="book", source_field="subject")
     assert preprocess(replace(books, shard_bytes=300)).documents == 3
-    names, source = metadata(books)["document_sources"], IndexedSource(books.output_prefix)
+    names = metadata(books)["document_sources"]
+    source = IndexedSource(books.output_prefix)
     for number, book in enumerate(sorted(subjects, key=lambda book: hashlib.sha256(book.encode()).digest())):
         assert names[source.document_sources[number]] == subjects[book]
-    other = replace(books, concat_by="subject", source_field="book", overwrite=True)
-    assert "subject = 'chemistry', 18 texts: are of sources 'acids' and 'bases'" in refused(preprocess, other)
+    by_subject = replace(books, concat_by="subject", source_field="book", overwrite=True)
+    assert "subject = 'chemistry', 18 texts: are of sources 'acids' and 'bases'" in refused(preprocess, by_subject)
 
 
 def test_documents_by_their_tokens(options: PreprocessOptions) -> None:
@@ -165,15 +167,16 @@ def test_documents_by_their_tokens(options: PreprocessOptions) -> None:
 
 @pytest.mark.parametrize("concat_by", [None, "repo"])
 def test_empty_documents_are_left_out(options: PreprocessOptions, tmp_path: Path, tokenizer: Path, concat_by) -> None:
-    """And counted, of every kind of input; white space is text."""
-    texts, folder = ["", "one", "", " \n", ""], tmp_path / "empty"
+    """They are counted for every kind of input; white space is text."""
+    texts = ["", "one", "", " \n", ""]
+    folder = tmp_path / "empty"
     folder.mkdir()
     (folder / "a.jsonl").write_bytes(lines(texts))
     put_parquet(folder / "b.parquet", {"text": texts, "repo": range(5)})
     if concat_by is None:
         (folder / "c.txt").touch()
-    given = replace(options, inputs=[str(folder)], concat_by=concat_by, append_eod=False, shard_bytes=60)
-    report = preprocess(given)
+    folder_options = replace(options, inputs=[str(folder)], concat_by=concat_by, append_eod=False, shard_bytes=60)
+    report = preprocess(folder_options)
     kept = ["one", " \n"] * 2 if concat_by is None else ["one\none", " \n\n \n"]  # repositories 1 and 3
     assert sorted(decoded(options.output_prefix, tokenizer)) == sorted(kept)
     assert (report.empty, report.skipped) == (6 if concat_by else 7, 0)
@@ -198,7 +201,7 @@ def test_concatenating_by_a_field(options: PreprocessOptions, tmp_path: Path, to
 
 
 def test_workers_import_neither_torch_nor_megatron() -> None:
-    """Nor do the checks of a configuration."""
+    """The checks of a configuration import neither of them."""
     program = "import sys, megatron_ext.config.checks, megatron_ext.data.preprocess.pipeline;"
     program += "import megatron_ext.data.rows.dataset;"
     program += "assert not {'torch', 'megatron', 'pyarrow', 'nltk', 'sentencepiece', 'tiktoken'} & set(sys.modules)"
@@ -237,13 +240,13 @@ def measured(folder: Path, **options: object) -> tuple[list[str], int, int]:
     (folder / "peaks.py").write_text(PEAKS)
     command = [sys.executable, str(folder / "peaks.py"), json.dumps(options)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    problems, own, worker = json.loads(done.stdout)
-    return problems, own, worker
+    problems, own_peak, worker_peak = json.loads(done.stdout)
+    return problems, own_peak, worker_peak
 
 
 @pytest.mark.parametrize("ending", ["gz", "zst"])
 def test_memory_does_not_grow_with_the_input(tmp_path: Path, ending: str) -> None:
-    """For 2 and for 12 MB of documents of 20 kB, which are some kB if compressed."""
+    """The inputs are 2 and 12 MB of documents of 20 kB, which are some kB if compressed."""
     peaks = []
     for documents in (100, 600):
         rows = ({"text": "word " * 4000, "repo": i % (documents // 3)} for i in range(documents))
@@ -251,15 +254,19 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path, ending: str) -> Non
         file = tmp_path / f"a.jsonl.{ending}"
         file.write_bytes(gzip.compress(raw, 1) if ending == "gz" else zstd(raw))
         output = str(tmp_path / str(documents))
-        found = measured(tmp_path, inputs=[str(file)], output_prefix=output, shard_bytes=1 << 20, concat_by="repo")
-        peaks.append(found[1:])
+        measurements = measured(
+            tmp_path, inputs=[str(file)], output_prefix=output, shard_bytes=1 << 20, concat_by="repo"
+        )
+        peaks.append(measurements[1:])
     for small, large in zip(*peaks, strict=True):
         assert large < small + 8_000, peaks
 
 
 def test_a_document_longer_than_memory_is_named_and_never_read_whole(tmp_path: Path) -> None:
     """A line and a file of 600 MB, which take no space on disk."""
-    jsonl, text, prefix = tmp_path / "a.jsonl", tmp_path / "b.txt", str(tmp_path / "data")
+    jsonl = tmp_path / "a.jsonl"
+    text = tmp_path / "b.txt"
+    prefix = str(tmp_path / "data")
     with jsonl.open("wb") as file:
         file.write(b'{"text": "first"}\n')
         file.truncate(600 * 10**6)
@@ -305,11 +312,11 @@ def test_sentences_are_sequences(punkt: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("Hello there.  I am Dr. Who.\nReally? ")
     (tmp_path / "b.txt").write_text("Four.")
     preprocess(PreprocessOptions([str(tmp_path)], str(tmp_path / "data"), "bytes", split_sentences=True))
-    found = IndexedDataset(str(tmp_path / "data"))
-    texts = [bytes(ids[ids < 256].tolist()).decode() for ids in found[0:4]]
+    dataset = IndexedDataset(str(tmp_path / "data"))
+    texts = [bytes(ids[ids < 256].tolist()).decode() for ids in dataset[0:4]]
     assert texts == ["Hello there.", "  I am Dr. Who.", "\nReally? ", "Four."]
-    assert [ids[-1] == 256 for ids in found[0:4]] == [False, False, True, True]
-    np.testing.assert_array_equal(found.document_indices, [0, 3, 4])
+    assert [ids[-1] == 256 for ids in dataset[0:4]] == [False, False, True, True]
+    np.testing.assert_array_equal(dataset.document_indices, [0, 3, 4])
 
 
 def test_both_encoders_write_the_same(options: PreprocessOptions) -> None:
@@ -324,11 +331,11 @@ def test_both_encoders_write_the_same(options: PreprocessOptions) -> None:
 
 def test_other_ids_of_gigatoken_end_the_run(options: PreprocessOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("gigatoken", reason="the extra fast is not installed")
-    own = Encoder(options)
-    shard = cut([FileRange.of(path) for path in find_files(options.inputs)], own.fields, 1 << 20)[0]
-    own.write_tokens(shard.read(own.fields, stop), io.BytesIO(), Report())
-    assert own.tokenizer.fast is not None
+    encoder = Encoder(options)
+    shard = cut([FileRange.of(path) for path in find_files(options.inputs)], encoder.fields, 1 << 20)[0]
+    encoder.write_tokens(shard.read(encoder.fields, stop), io.BytesIO(), Report())
+    assert encoder.tokenizer.fast is not None
     wrong = MagicMock(return_value=np.array([7], np.uint32))
-    monkeypatch.setattr(own.tokenizer, "fast", wrong)
-    told = refused(own.write_tokens, shard.read(own.fields, stop), io.BytesIO(), Report())
-    assert "a.jsonl; pass --encoder tokenizers" in told
+    monkeypatch.setattr(encoder.tokenizer, "fast", wrong)
+    message = refused(encoder.write_tokens, shard.read(encoder.fields, stop), io.BytesIO(), Report())
+    assert "a.jsonl; pass --encoder tokenizers" in message

@@ -52,7 +52,7 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 
 def dataset(options: PreprocessOptions, suffixes: Sequence[str] = (".bin", ".idx")) -> dict[str, bytes]:
-    """What there is of PREFIX.bin and .idx; the metadata, .json, names the folder."""
+    """Return what there is of PREFIX.bin and .idx; the metadata, .json, names the folder."""
     paths = {suffix: Path(options.output_prefix + suffix) for suffix in suffixes}
     return {suffix: path.read_bytes() for suffix, path in paths.items() if path.exists()}
 
@@ -98,13 +98,13 @@ def test_a_mended_file_is_read_again_and_only_it(options: PreprocessOptions, wan
 
 
 def test_a_complete_dataset_is_left_alone(options: PreprocessOptions, wanted) -> None:
-    made = preprocess(options)
+    report = preprocess(options)
     times = [Path(options.output_prefix + suffix).stat().st_mtime_ns for suffix in SUFFIXES]
-    assert preprocess(replace(options, resume=True)) == made
+    assert preprocess(replace(options, resume=True)) == report
     only = f"{options.inputs[0]}/a.jsonl"
-    for other, name in ((replace(options, min_tokens=2), "min_tokens"), (replace(options, inputs=[only]), "sources")):
+    for changed, name in ((replace(options, min_tokens=2), "min_tokens"), (replace(options, inputs=[only]), "sources")):
         problem = f"data.bin is complete, and was made with other {name}; pass --overwrite"
-        assert problem in refused(preprocess, replace(other, resume=True))
+        assert problem in refused(preprocess, replace(changed, resume=True))
     text = Path(only).read_text()
     Path(only).write_text(text.replace("a1", "b1"))  # as long as before
     assert problem in refused(preprocess, replace(options, resume=True))
@@ -148,7 +148,8 @@ def run_and_kill(options: PreprocessOptions, rng: random.Random, *flags: str) ->
 
 @pytest.mark.parametrize("concat_by", slow_but([None], [None, "repo"]))
 def test_killed_again_and_again(options: PreprocessOptions, concat_by: str | None) -> None:
-    file, kills = Path(options.inputs[0]) / "b.jsonl", 2
+    file = Path(options.inputs[0]) / "b.jsonl"
+    kills = 2
     file.write_text(file.read_text() * 12 * kills)  # far more parts than a run finishes before it is killed
     flags = ["--concat-by", concat_by] if concat_by else []
     calm = replace(options, output_prefix=f"{options.output_prefix}-calm")
@@ -181,7 +182,7 @@ if __name__ == "__main__":
 
 
 def test_a_kill_between_the_last_renames(options: PreprocessOptions, tmp_path: Path, wanted) -> None:
-    """Over an old dataset: what is readable is the old one, none, or the new one; and --resume completes it."""
+    """What is readable is the old dataset, none, or the new one; --resume completes it."""
     preprocess(replace(options, append_eod=False))
     program = tmp_path / "killed.py"
     program.write_text(KILLED_AT_RENAME)
@@ -208,7 +209,7 @@ def signalled(options: PreprocessOptions, send: Callable[[subprocess.Popen[str]]
 def test_a_killed_worker_ends_the_run(options: PreprocessOptions) -> None:
     def kill_one(running: subprocess.Popen[str]) -> None:
         children = psutil.Process(running.pid).children()
-        next(one for one in children if "spawn_main" in " ".join(one.cmdline())).kill()
+        next(child for child in children if "spawn_main" in " ".join(child.cmdline())).kill()
 
     status, out, err = signalled(options, kill_one)
     assert (status, out, err.count("\n")) == (2, "", 1)
@@ -219,8 +220,9 @@ def test_a_killed_worker_ends_the_run(options: PreprocessOptions) -> None:
 def test_a_worker_killed_while_another_starts_ends_the_run(
     options: PreprocessOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether Python breaks the pool while the other starts, as 3.11 does, or waits for the start, as 3.13 does."""
-    start, waits = ProcessPoolExecutor._spawn_process, hasattr(_ExecutorManagerThread, "_terminate_broken")
+    """Python 3.11 breaks the pool while the other worker starts, 3.13 waits for the start; the run ends under both."""
+    start = ProcessPoolExecutor._spawn_process
+    waits = hasattr(_ExecutorManagerThread, "_terminate_broken")
 
     def start_late(pool: Any) -> None:
         for worker in pool._processes.values():
@@ -254,13 +256,13 @@ def test_which_parts_would_be_the_same(tmp_path: Path) -> None:
 
 
 def test_a_folder_in_use_or_of_other_files_is_refused(tmp_path: Path) -> None:
-    used, others = tmp_path / "used.parts", tmp_path / "others.parts"
-    used.mkdir()
-    with holding(used):
+    used_folder, foreign_folder = tmp_path / "used.parts", tmp_path / "others.parts"
+    used_folder.mkdir()
+    with holding(used_folder):
         work = work_folder(str(tmp_path / "used"), resume=True, overwrite=False)
         assert "used.parts is in use by host" in refused(work.__enter__)
-    others.mkdir()
-    (others / "mine.txt").write_text("mine")
+    foreign_folder.mkdir()
+    (foreign_folder / "mine.txt").write_text("mine")
     work = work_folder(str(tmp_path / "others"), resume=False, overwrite=True)
     assert "the folder is for unfinished work and has other files" in refused(work.__enter__)
-    assert (others / "mine.txt").read_text() == "mine"
+    assert (foreign_folder / "mine.txt").read_text() == "mine"

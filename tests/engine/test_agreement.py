@@ -12,7 +12,7 @@ from tests.launcher import call
 
 
 def refusal(rank: int) -> str:
-    """What a process is told where the data has gone since the run opened it."""
+    """Return what a process is told where the data has gone since the run opened it."""
     try:
         config = Config(data=DataConfig(data_path=("/gone/data",)))
         run_on_rank0(lambda: data_fingerprints(config), Path())
@@ -25,15 +25,15 @@ def test_data_that_has_gone_is_refused_by_every_process() -> None:
     assert call(refusal, 2) == ["data: /gone/data.idx cannot be read (No such file or directory); check the path"] * 2
 
 
-def told(rank: int, error: Exception | None, everyone: bool) -> str:
-    """What a process raises when process 0 meets an error, in what it does alone or in what all do together."""
+def told(rank: int, error: Exception | None, all_act: bool) -> str:
+    """Return what a process raises when process 0 meets an error, in what it does alone or in what all do together."""
 
     def act() -> None:
         if rank == 0 and error is not None:
             raise error
 
     try:
-        together(act) if everyone else run_on_rank0(act, Path("runs/a"))
+        together(act) if all_act else run_on_rank0(act, Path("runs/a"))
     except Exception as raised:
         return f"{type(raised).__name__}: {raised}"
     return "nothing"
@@ -44,8 +44,8 @@ def test_only_a_lasting_error_is_a_user_error() -> None:
     full, broken = (OSError(number, os.strerror(number), "runs/a/file") for number in (errno.ENOSPC, errno.EIO))
     for text in call(told, 2, full, False):
         assert text.startswith("UserError: save: runs/a/file cannot be written (No space left on device)")
-    for everyone in (False, True):
-        first, second = call(told, 2, broken, everyone)
+    for all_act in (False, True):
+        first, second = call(told, 2, broken, all_act)
         assert first == "OSError: [Errno 5] Input/output error: 'runs/a/file'"
         assert second.startswith("OtherProcessError: another process has failed: ")
     assert call(told, 2, UserError("a is damaged"), True) == ["UserError: a is damaged"] * 2

@@ -63,11 +63,11 @@ def test_another_version_is_refused_before_a_name_is_missing(small_data: SmallDa
 
 def test_a_transformer_engine_that_megatron_did_not_find_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron catches an ImportError, for example of a renamed module, and builds its classes on nothing."""
-    found = platform.Platform(torch.device("cpu"), "gloo", transformer_engine=True)
-    monkeypatch.setattr(platform, "find", lambda device: found)
+    cpu_platform = platform.Platform(torch.device("cpu"), "gloo", transformer_engine=True)
+    monkeypatch.setattr(platform, "find", lambda device: cpu_platform)
     monkeypatch.setattr(compat.megatron_random, "HAVE_TE", True)
     monkeypatch.setattr("megatron.core.extensions.transformer_engine.HAVE_TE", True)
-    assert platform.choose("auto") == found
+    assert platform.choose("auto") == cpu_platform
     monkeypatch.setattr(compat.megatron_random, "HAVE_TE", False)
     assert "from which Megatron-Core " in refused(platform.choose, "auto")
 
@@ -137,7 +137,8 @@ def test_megatron_still_compiles_to_recompute_a_norm(monkeypatch: pytest.MonkeyP
     assert "load_inline" in inspect.getsource(SHARES_STORAGE)
     monkeypatch.setattr("torch.utils.cpp_extension.load_inline", None)
     platform.choose("cpu")
-    x, kept = torch.randn(4, 6, requires_grad=True), compat.megatron_random.CheckpointWithoutOutput()
+    x = torch.randn(4, 6, requires_grad=True)
+    kept = compat.megatron_random.CheckpointWithoutOutput()
     normed = kept.checkpoint(torch.sigmoid, x)
     halves = normed.view(8, 3)  # saved for backward, as the parts of experts are
     out = (halves * halves).sum() + (normed * normed).sum()
@@ -164,12 +165,12 @@ def test_a_loaded_state_still_has_no_step(small_data: SmallData, tmp_path: Path,
 
 def test_install_optimizer_replaces_only_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    theirs = object()
+    fused_adam = object()
     for module in (compat.megatron_optimizer, compat.megatron_distributed):
-        monkeypatch.setattr(module, "Adam", theirs)
+        monkeypatch.setattr(module, "Adam", fused_adam)
     monkeypatch.setattr(compat.megatron_optimizer, "USING_PYTORCH_OPTIMIZER", False)
     compat.install_optimizer()
-    assert compat.megatron_optimizer.Adam is theirs
+    assert compat.megatron_optimizer.Adam is fused_adam
     compat.megatron_optimizer.USING_PYTORCH_OPTIMIZER = True
     compat.install_optimizer()
     compat.install_optimizer()
@@ -219,12 +220,13 @@ def test_megatrons_dispatcher_still_needs_a_stream(monkeypatch: pytest.MonkeyPat
 
 def share_unevenly(rank: int) -> dict[str, list[float] | bool]:
     """Gather 2 rows of rank 0 and 3 of rank 1; add up 5 rows of both, of which they keep as many."""
-    group, sizes = torch.distributed.group.WORLD, [2, 3]
-    mine = torch.full((sizes[rank], 1), float(rank + 1))
-    gathered = compat.uneven_gather(mine, group, sizes)
+    group = torch.distributed.group.WORLD
+    sizes = [2, 3]
+    rank_rows = torch.full((sizes[rank], 1), float(rank + 1))
+    gathered = compat.uneven_gather(rank_rows, group, sizes)
     summed = compat.uneven_reduce_scatter(torch.arange(5.0)[:, None] * (rank + 1), group, sizes)
     try:
-        torch.distributed.all_gather(list(torch.empty(5, 1).split(sizes)), mine, group=group)
+        torch.distributed.all_gather(list(torch.empty(5, 1).split(sizes)), rank_rows, group=group)
         supported = True
     except RuntimeError:
         supported = False

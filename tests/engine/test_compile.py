@@ -16,12 +16,14 @@ from megatron_ext.data.row import TokenRow
 from megatron_ext.masks import MaskOptions
 from tests.one_process import build_models, one_process
 
-LENGTH, VOCABULARY, LAYERS = 24, 64, 3
+LENGTH = 24
+VOCABULARY = 64
+LAYERS = 3
 
 
 @contextmanager
 def compiling() -> Iterator[list[torch.fx.GraphModule]]:
-    """In this process alone; the graphs that torch.compile makes are listed, and run as they are."""
+    """Compile in this process alone; the graphs that torch.compile makes are listed, and run as they are."""
     graphs: list[torch.fx.GraphModule] = []
 
     def note(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -71,8 +73,8 @@ def test_a_compiled_step_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
             for model, loss in zip((plain, compiled), losses, strict=True):
                 model.zero_grad()
                 loss.backward()
-            for ours, theirs in zip(compiled.parameters(), plain.parameters(), strict=True):
-                torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-7)
+            for compiled_parameter, plain_parameter in zip(compiled.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(compiled_parameter.grad, plain_parameter.grad, rtol=1e-5, atol=1e-7)
     assert traced == [False] * (2 * 2 * LAYERS)
     assert graphs
     operations = [str(node.target) for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]

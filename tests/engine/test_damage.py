@@ -21,7 +21,7 @@ def looked_at(rank: int, folder: str) -> tuple[str, list[str]]:
 
 
 def found(rank: int, names: list[str | None]) -> str:
-    """What a process is told that has found the checkpoint of its place in `names`."""
+    """Return what a process is told that has found the checkpoint of its place in `names`."""
     name = names[rank]
     try:
         agree(None if name is None else read_checkpoint(Path(name)))
@@ -58,10 +58,13 @@ def test_all_have_to_have_found_the_same(run: Path, tmp_path_factory: pytest.Tem
     before = str(write(elsewhere, 6, b"of another future"))
     for names in ([six, six, six], [None, None, None]):
         assert call(found, 3, names) == ["agreed"] * 3
-    ours, theirs = (read_checkpoint(Path(name)).manifest.digest[:8] for name in (six, before))
+    new_digest, old_digest = (read_checkpoint(Path(name)).manifest.digest[:8] for name in (six, before))
     for names, listed in (
-        ([None, six, six], f"none on rank 0, iter_0000006 (sha256 {ours}) on rank 1"),
-        ([six, six, before], f"iter_0000006 (sha256 {ours}) on rank 0, iter_0000006 (sha256 {theirs}) on rank 2"),
+        ([None, six, six], f"none on rank 0, iter_0000006 (sha256 {new_digest}) on rank 1"),
+        (
+            [six, six, before],
+            f"iter_0000006 (sha256 {new_digest}) on rank 0, iter_0000006 (sha256 {old_digest}) on rank 2",
+        ),
     ):
         messages = call(found, 3, names)
         assert len(set(messages)) == 1

@@ -40,12 +40,12 @@ def test_processes_with_other_tokens_or_layers_drop_other_values(axis: str) -> N
 @pytest.mark.parametrize(("processes", "layout"), slow_but([(1, "")], [(1, ""), (2, TP2_SP), (2, PP2), (2, CP2)]))
 def test_recomputed_layers_drop_the_same(processes: int, layout: str, small_data: SmallData, tmp_path: Path) -> None:
     flags = [*small_data.flags, *DROPOUT.split(), *layout.split()]
-    kept, full, none = (
+    not_recomputed, recomputed, without_dropout = (
         launch([*flags, *more.split()], processes, tmp_path / name).series("lm_loss")
         for name, more in {"kept": "", "full": "--recompute-granularity full", "none": "--hidden-dropout 0"}.items()
     )
-    assert relative(full, kept) <= 1e-6
-    assert relative(none, kept) > 1e-4  # it does drop
+    assert relative(recomputed, not_recomputed) <= 1e-6
+    assert relative(without_dropout, not_recomputed) > 1e-4  # it does drop
 
 
 def test_every_rank_has_its_own_seed_below_megatrons_limit() -> None:

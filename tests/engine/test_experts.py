@@ -21,7 +21,9 @@ from megatron_ext.engine.step import Outcome, Stepper, StepResult
 from tests.engine.test_optimizer_state import VOCABULARY, built
 from tests.one_process import one_process
 
-LENGTH, EXPERTS, CHOICES = 16, 5, 2
+LENGTH = 16
+EXPERTS = 5
+CHOICES = 2
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,13 +51,15 @@ def test_the_loss_of_each_row_is_transformers_in_any_order_of_tokens() -> None:
     rows = torch.arange(3).repeat_interleave(LENGTH)
     order = torch.randperm(3 * LENGTH, generator=torch.Generator().manual_seed(2))
     scores = logits[order].softmax(dim=-1)
-    found = balance_losses(scores, chosen[order], CHOICES, LENGTH, dist.group.WORLD, rows[order])
-    each = sum(load_balancing_loss_func((row,), EXPERTS, CHOICES) / CHOICES for row in logits.split(LENGTH))
-    torch.testing.assert_close(found, each, rtol=1e-6, atol=0)
-    (mine,), (other,) = (torch.autograd.grad(loss, logits, retain_graph=True) for loss in (found, each))
-    torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-8)
+    balance_loss = balance_losses(scores, chosen[order], CHOICES, LENGTH, dist.group.WORLD, rows[order])
+    reference_loss = sum(load_balancing_loss_func((row,), EXPERTS, CHOICES) / CHOICES for row in logits.split(LENGTH))
+    torch.testing.assert_close(balance_loss, reference_loss, rtol=1e-6, atol=0)
+    (gradient,), (reference_gradient,) = (
+        torch.autograd.grad(loss, logits, retain_graph=True) for loss in (balance_loss, reference_loss)
+    )
+    torch.testing.assert_close(gradient, reference_gradient, rtol=1e-5, atol=1e-8)
     together = load_balancing_loss_func((logits,), EXPERTS, CHOICES) / CHOICES
-    assert abs(found / 3 - together) > 1e-4  # it is not linear in the tokens
+    assert abs(balance_loss / 3 - together) > 1e-4  # it is not linear in the tokens
 
 
 def stepper_of(ranks: parallel.Ranks, config: Config) -> Stepper:
@@ -67,13 +71,15 @@ def stepper_of(ranks: parallel.Ranks, config: Config) -> Stepper:
 
 def batches_of(config: Config, trained: float = 1.0, seed: int = 3) -> StepBatches:
     """A global batch of four random rows."""
-    chance, ends, size = np.random.default_rng(seed), np.array([LENGTH]), config.data.micro_batch_size
+    chance = np.random.default_rng(seed)
+    ends = np.array([LENGTH])
+    size = config.data.micro_batch_size
     batches = []
     for _ in range(0, 4, size):
         drawn = [(chance.integers(0, VOCABULARY, LENGTH + 1), chance.random(LENGTH) < trained) for _ in range(size)]
-        some = [TokenRow(tokens, ends, counts) for tokens, counts in drawn]
+        token_rows = [TokenRow(tokens, ends, counts) for tokens, counts in drawn]
         masks = config.mask_options().at(LENGTH, [ends] * size, LENGTH)
-        batches.append(assemble(lay_end_to_end(some), masks, None, number_rows=True))
+        batches.append(assemble(lay_end_to_end(token_rows), masks, None, number_rows=True))
     return StepBatches(batches)
 
 
@@ -98,9 +104,11 @@ def test_balancing_does_not_depend_on_the_number_of_trained_tokens(alone: parall
     """The weighted loss is over trained tokens, the balancing loss over all tokens."""
     added = []
     for share in (1.0, 0.4):
-        (with_it, ours), (without, theirs) = (gradients(alone, balanced(c), share) for c in (0.1, 0.0))
-        assert with_it.terms == without.terms
-        added.append(ours - theirs)
+        (with_balance, balanced_gradient), (without_balance, plain_gradient) = (
+            gradients(alone, balanced(c), share) for c in (0.1, 0.0)
+        )
+        assert with_balance.terms == without_balance.terms
+        added.append(balanced_gradient - plain_gradient)
     assert added[0].abs().max() > 1e-4
     torch.testing.assert_close(added[0], added[1], rtol=1e-3, atol=1e-6)
 

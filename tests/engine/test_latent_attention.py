@@ -26,7 +26,14 @@ from tests.conftest import slow_but
 from tests.launcher import call
 from tests.one_process import one_process
 
-T, D, N, LATENT, QUERY_LATENT, PLAIN, ROTATED, VALUE = 24, 20, 6, 10, 14, 8, 4, 6
+T = 24
+D = 20
+N = 6
+LATENT = 10
+QUERY_LATENT = 14
+PLAIN = 8
+ROTATED = 4
+VALUE = 6
 ENDS = [5, 17, 24]
 CPU = torch.device("cpu")
 
@@ -71,8 +78,9 @@ def build(layout: Layout) -> Any:
 
 
 def of_rank(rank: int, layouts: list[Layout]) -> list[dict[str, Any]]:
-    """Of each layout: this rank's tokens, outputs and gradients, all of its tokens and summed, and the bytes sent."""
-    first, cpu = layouts[0], platform.choose("cpu")
+    """Return for each layout this rank's tokens, outputs and gradients, all its tokens' and summed, and bytes sent."""
+    first = layouts[0]
+    cpu = platform.choose("cpu")
     sizes = ParallelConfig(tensor_model_parallel_size=first.tp, context_parallel_size=first.cp)
     ranks = parallel.start(sizes, 1, cpu, seed=1)
     results = []
@@ -100,19 +108,19 @@ def of_rank(rank: int, layouts: list[Layout]) -> list[dict[str, Any]]:
     return results
 
 
-def check(alone: dict[str, Any], one: dict[str, Any], layout: Layout, tensor_rank: int) -> None:
+def check(alone: dict[str, Any], computed: dict[str, Any], layout: Layout, tensor_rank: int) -> None:
     """Compare a rank with one process: its tokens, and its part of the weights."""
     for name, want in alone.items():
         if name in ("tokens", "bytes"):
             continue
-        got = one[name]
+        actual = computed[name]
         if name in ("out", "hidden"):
-            want = want[one["tokens"]]
+            want = want[computed["tokens"]]
         for axis in range(want.dim()):
-            if want.shape[axis] != got.shape[axis]:
+            if want.shape[axis] != actual.shape[axis]:
                 want = want.chunk(layout.tp, axis)[tensor_rank]
         assert want.abs().max() > 1e-3, name
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-12, msg=lambda m, n=name: f"{n} of {layout}: {m}")
+        torch.testing.assert_close(actual, want, rtol=0, atol=1e-12, msg=lambda m, n=name: f"{n} of {layout}: {m}")
 
 
 QUICK = [Layout(), Layout(cp=3), Layout(tp=2), Layout(tp=2, sp=True)]
@@ -120,7 +128,7 @@ QUICK = [Layout(), Layout(cp=3), Layout(tp=2), Layout(tp=2, sp=True)]
 
 @pytest.mark.parametrize("layout", slow_but(QUICK, [*QUICK, Layout(cp=2), Layout(tp=2, sp=True, cp=2)]))
 def test_processes_compute_what_one_does(layout: Layout) -> None:
-    """With the latent exchanged and with full heads, whose bytes are counted; and with heads exchanged for tokens."""
+    """The latent or full heads are exchanged, with their bytes counted, or heads are traded for tokens."""
     layouts = [layout, replace(layout, latent=False), replace(layout, recompute=True, query_latent=False)]
     if layout.cp > 1 and N % (layout.tp * layout.cp) == 0:
         layouts.append(replace(layout, scheme=Scheme.ULYSSES))
@@ -128,8 +136,8 @@ def test_processes_compute_what_one_does(layout: Layout) -> None:
         alone = dict(zip((True, False), of_rank(0, [Layout(), Layout(query_latent=False)]), strict=True))
     ranks = call(of_rank, layout.tp * layout.cp, layouts, group=False)
     for rank, results in enumerate(ranks):
-        for other, result in zip(layouts, results, strict=True):
-            check(alone[other.query_latent], result, other, rank % layout.tp)
+        for variant, result in zip(layouts, results, strict=True):
+            check(alone[variant.query_latent], result, variant, rank % layout.tp)
     latent, full = (sum(results[n]["bytes"] for results in ranks) for n in (0, 1))
     assert latent * N // layout.tp * (PLAIN + ROTATED + VALUE) == full * (LATENT + ROTATED)
     assert (latent > 0) == (layout.cp > 1)

@@ -35,7 +35,7 @@ class Pretended:
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
 
     def on_host(self, x: Tensor) -> bool:
-        return any(x.untyped_storage().data_ptr() == one.untyped_storage().data_ptr() for one in self.host)
+        return any(x.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() for tensor in self.host)
 
     def _staying(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Have a copy of what is on the host be there too."""
@@ -58,7 +58,7 @@ def ranks() -> Iterator[parallel.Ranks]:
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_offloading_trains_the_same(share: float, ranks: parallel.Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three steps against those of the distributed optimizer without: Adam differs by rounding in fp32 alone."""
+    """Three steps equal the distributed optimizer's without offloading: Adam differs by rounding in fp32 alone."""
     cpu = platform.choose("cpu")
     plain = built(parse(FLAGS.split()), ranks, cpu)
     for number in (1, 2, 3):
@@ -74,10 +74,10 @@ def test_offloading_trains_the_same(share: float, ranks: parallel.Ranks, monkeyp
     assert inner.cpu_optimizers
     for number in (1, 2, 3):
         one_step(*offloaded, number)
-    for ours, theirs in zip(states(offloaded[1], offloaded[0]), wanted, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
-    for ours, theirs in zip(offloaded[0][0].parameters(), plain[0][0].parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=1e-6)  # rounded to bf16
+    for offloaded_value, plain_value in zip(states(offloaded[1], offloaded[0]), wanted, strict=True):
+        torch.testing.assert_close(offloaded_value, plain_value, rtol=1e-5, atol=1e-7)
+    for offloaded_value, plain_value in zip(offloaded[0][0].parameters(), plain[0][0].parameters(), strict=True):
+        torch.testing.assert_close(offloaded_value, plain_value, rtol=2**-7, atol=1e-6)  # rounded to bf16
     counters = OptimizerState(offloaded[1], bf16=True).counters()
     assert counters == {"step": 3}
     (chunk,) = unwrap(offloaded[0])

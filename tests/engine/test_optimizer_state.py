@@ -35,7 +35,7 @@ VOCABULARY = 50
 
 
 class LoweredAdam(torch.optim.Optimizer):
-    """As Transformer Engine's FusedAdam, with its names: lower types, fp16 moments scaled by their largest value."""
+    """It has the names of Transformer Engine's FusedAdam: lower types, fp16 moments scaled by their largest value."""
 
     def __init__(
         self, params: Any, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, adam_w_mode: bool,
@@ -163,21 +163,21 @@ def test_a_lowered_state_goes_on(types: str, precision: str) -> None:
 
     fresh, resumed = built(config, ranks, where)
     state = OptimizerState(resumed, bf16=True)
-    (other,) = unwrap(fresh)
-    fresh_runs = state.shards(list(saved_weights([other], config.model, ranks)))
+    (fresh_model,) = unwrap(fresh)
+    fresh_runs = state.shards(list(saved_weights([fresh_model], config.model, ranks)))
     assert not any(run.data().any() for run in fresh_runs if "exp_avg" in run.name)
     for run in fresh_runs:  # what reading does: in place
         run.data().copy_(runs[run.name, run.offset].data())
     state.load(counters)
-    for ours, theirs in zip(fresh[0].parameters(), wrapped[0].parameters(), strict=True):
-        ours.data.copy_(theirs)
-    for ours, theirs in zip(states(resumed, fresh), states(optimizer, wrapped), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=1e-9)  # fp16 is scaled anew
+    for resumed_value, kept_value in zip(fresh[0].parameters(), wrapped[0].parameters(), strict=True):
+        resumed_value.data.copy_(kept_value)
+    for resumed_value, kept_value in zip(states(resumed, fresh), states(optimizer, wrapped), strict=True):
+        torch.testing.assert_close(resumed_value, kept_value, rtol=2e-3, atol=1e-9)  # fp16 is scaled anew
     one_step(wrapped, optimizer, 3)
     one_step(fresh, resumed, 3)
     assert OptimizerState(resumed, bf16=True).counters() == {"step": 3}
-    for ours, theirs in zip(states(resumed, fresh), states(optimizer, wrapped), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=5e-3, atol=1e-6)
+    for resumed_value, kept_value in zip(states(resumed, fresh), states(optimizer, wrapped), strict=True):
+        torch.testing.assert_close(resumed_value, kept_value, rtol=5e-3, atol=1e-6)
 
 
 def gathered(block_tokens: int, main_grads: str) -> tuple[list[Tensor], float]:
@@ -202,13 +202,13 @@ ROW = 512
 
 @pytest.mark.usefixtures("transformer_engine")
 def test_gradients_gathered_in_bf16_are_rounded_once() -> None:
-    """Not after each block of the loss, nor is their norm."""
+    """They and their norm are not rounded after each block of the loss."""
     wanted, norm = gathered(ROW, "fp32")
     for block_tokens in (ROW, 4):
-        found, its_norm = gathered(block_tokens, "bf16")
-        assert {gradient.dtype for gradient in found} == {torch.bfloat16}
-        for gradient, exact in zip(found, wanted, strict=True):
+        gradients, its_norm = gathered(block_tokens, "bf16")
+        assert {gradient.dtype for gradient in gradients} == {torch.bfloat16}
+        for gradient, exact in zip(gradients, wanted, strict=True):
             error = (gradient.double() - exact.double()).norm() / exact.double().norm()
             assert error < 2**-8, block_tokens
-        assert its_norm == pytest.approx(sum(g.double().square().sum().item() for g in found) ** 0.5, rel=1e-5)
+        assert its_norm == pytest.approx(sum(g.double().square().sum().item() for g in gradients) ** 0.5, rel=1e-5)
         assert its_norm == pytest.approx(norm, rel=1e-3)

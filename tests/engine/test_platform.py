@@ -65,21 +65,21 @@ def test_a_missing_device_is_refused() -> None:
     assert refused(platform.choose, "cuda").endswith("; use --device cpu")
 
 
-def told(rank: int, everyone: list[environment.Environment]) -> list[str]:
+def told(rank: int, environments: list[environment.Environment]) -> list[str]:
     """Return the warnings of a process, whose environment is the one of its rank."""
-    return environment.differences(everyone[rank])
+    return environment.differences(environments[rank])
 
 
 def test_differences_between_ranks_are_reported_once_per_host() -> None:
     here = environment.look(Config(), platform.choose("auto"))
     first = replace(here, host="n1", versions=here.versions | {"torch": "2.11.0"})
-    other = replace(first, host="n2", versions={**first.versions, "pyarrow": None, "torch": "2.10.0"})
+    second = replace(first, host="n2", versions={**first.versions, "pyarrow": None, "torch": "2.10.0"})
     assert call(told, 2, [first, replace(first, host="n2")]) == [[], []]
     lines = [
         f"warning: pyarrow on n2: None; on n1: {first.versions['pyarrow']}",
         "warning: torch on n2: 2.10.0; on n1: 2.11.0",
     ]
-    assert call(told, 3, [first, other, other]) == [lines, [], []]
+    assert call(told, 3, [first, second, second]) == [lines, [], []]
 
 
 @pytest.fixture

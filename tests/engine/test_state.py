@@ -11,7 +11,7 @@ from megatron_ext.engine.state import Checkpointer
 
 
 def test_copies_of_an_async_save_are_pinned_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one allocation that is used again: torch's own pinned ones are rounded up to powers of two."""
+    """They share one allocation that is used again: torch rounds its own pinned ones up to powers of two."""
     pinned: dict[int, int] = {}
     cudart = SimpleNamespace(
         cudaHostRegister=lambda address, size, flags: pinned.update({address: size}) or 0,
@@ -21,7 +21,8 @@ def test_copies_of_an_async_save_are_pinned_as_they_are(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     monkeypatch.setattr(torch.cuda, "check_error", lambda error: error == 0 or pytest.fail(str(error)))
     checkpointer = Checkpointer.__new__(Checkpointer)
-    checkpointer._copies, checkpointer._unpin = [], lambda: None
+    checkpointer._copies = []
+    checkpointer._unpin = lambda: None
     tensors = [torch.arange(33.0).view(3, 11), torch.arange(5, dtype=torch.bfloat16)]
     tensors += [torch.tensor(7, dtype=torch.uint8), torch.empty(0, 4)]
     shards = [Shard.of(f"x{i}", x, tuple(x.shape), (0,) * x.ndim) for i, x in enumerate(tensors)]

@@ -37,7 +37,8 @@ from megatron_ext.loss import TokenLosses
 from megatron_ext.token_weighting.weigher import Weigher
 from tests.one_process import one_process
 
-LENGTH, VOCABULARY = 16, 50
+LENGTH = 16
+VOCABULARY = 50
 
 
 class OneProcess:
@@ -91,7 +92,7 @@ def test_micro_batches_joined_or_split_are_one_step(process: OneProcess) -> None
     joined = process.stepper.launch(StepBatches([batch(*rows)])).result()
     after = process.weights()
     process.reset()
-    split = process.stepper.launch(StepBatches([batch(one) for one in rows])).result()
+    split = process.stepper.launch(StepBatches([batch(token_row) for token_row in rows])).result()
     assert joined.denominator == split.denominator == LENGTH + 3
     assert split.lm_loss == pytest.approx(joined.lm_loss, rel=1e-6)
     assert split.grad_norm == pytest.approx(joined.grad_norm, rel=1e-4)
@@ -100,22 +101,23 @@ def test_micro_batches_joined_or_split_are_one_step(process: OneProcess) -> None
 
 def test_attention_is_measured_as_the_backend_gets_it(process: OneProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """All queries of the first of two micro-batches, compared with the tensors that the backend gets."""
-    given: list[tuple[torch.Tensor, ...]] = []
+    recorded_inputs: list[tuple[torch.Tensor, ...]] = []
     for layer in next(unwrap(process.model)).decoder.layers:
         attention = layer.self_attention.core_attention
 
-        def recorded(inputs: QKV, *rest: Any, attend: Any = attention.backend) -> Any:
-            given.append((inputs.query_tNH.detach().double(), inputs.key_uGH.detach().double()))
-            return attend(inputs, *rest)
+        def recorded(inputs: QKV, *call_arguments: Any, attend: Any = attention.backend) -> Any:
+            recorded_inputs.append((inputs.query_tNH.detach().double(), inputs.key_uGH.detach().double()))
+            return attend(inputs, *call_arguments)
 
         monkeypatch.setattr(attention, "backend", recorded)
-    rows, options = [row(0), row(1)], Config().mask_options()
+    rows = [row(0), row(1)]
+    options = Config().mask_options()
     masks = options.at(LENGTH, [row(0).document_ends], LENGTH)
     sampled = assemble(lay_end_to_end([rows[0]]), masks, None, sampled=np.arange(LENGTH))
     result = process.stepper.launch(StepBatches([sampled, batch(rows[1])], attention_measured=True)).result()
     health = result.attention
     assert health is not None
-    for layer, (query, key) in enumerate(given[:2]):
+    for layer, (query, key) in enumerate(recorded_inputs[:2]):
         groups = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
         scores = query.shape[-1] ** -0.5 * torch.einsum("iNH,jNH->Nij", query, groups)
         scores = scores.masked_fill(torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1), -torch.inf)
@@ -125,7 +127,7 @@ def test_attention_is_measured_as_the_backend_gets_it(process: OneProcess, monke
 
 
 def test_a_refused_step_and_one_without_a_trained_token_change_nothing(process: OneProcess) -> None:
-    """As weight decay and the moments of earlier steps would. Values of a refused step are still reported."""
+    """Weight decay and earlier moments would change weights. Values of a refused step are still reported."""
     process.stepper.launch(StepBatches([batch(row(0))])).result()
     norms: list[float] = []
 
@@ -133,7 +135,8 @@ def test_a_refused_step_and_one_without_a_trained_token_change_nothing(process: 
         norms.append(result.grad_norm)
         return False
 
-    before, state = process.weights(), copy.deepcopy(process.stepper.optimizer.state_dict())
+    before = process.weights()
+    state = copy.deepcopy(process.stepper.optimizer.state_dict())
     launched = process.stepper.launch(StepBatches([batch(row(1))]), refuse)
     result = launched.result()
     assert result.outcome is Outcome.REFUSED
@@ -189,7 +192,7 @@ def test_a_forward_pass_has_no_dropout_or_gradients_and_training_has_both(proces
 
     modes.clear()
     first, again = pipeline.run(
-        [batch(row(0))] * 2, lambda one, losses: (losses.cross_entropy_t.sum(), value_of(one, losses))
+        [batch(row(0))] * 2, lambda micro_batch, losses: (losses.cross_entropy_t.sum(), value_of(micro_batch, losses))
     )
     assert modes == [(True, True)] * 2
     assert not torch.equal(first, again)
@@ -226,14 +229,14 @@ class HostReads(TorchDispatchMode):
 
     def _note(self, name: str) -> None:
         frames = [frame for frame in traceback.extract_stack() if "test_step.py" not in frame.filename]
-        ours = [frame for frame in frames if "megatron" in frame.filename.rpartition("site-packages")[2]]
-        self.found.append(f"{Path(ours[-1].filename).name}: {name}" if ours else name)
+        megatron_frames = [frame for frame in frames if "megatron" in frame.filename.rpartition("site-packages")[2]]
+        self.found.append(f"{Path(megatron_frames[-1].filename).name}: {name}" if megatron_frames else name)
 
 
 def test_a_step_does_not_synchronize_with_the_device(process: OneProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither our code nor Megatron's reads values; the result is read once, later."""
     step = StepBatches([batch(row(0)), batch(row(1, trained=3))])
-    on_device = StepBatches([one.to(process.platform.device) for one in step.train])
+    on_device = StepBatches([micro_batch.to(process.platform.device) for micro_batch in step.train])
     reads = HostReads(monkeypatch)
     with reads:
         launched = process.stepper.launch(on_device)
@@ -274,7 +277,7 @@ def test_megatrons_own_step_reads_the_norm(process: OneProcess, monkeypatch: pyt
 def test_the_update_equals_megatrons(process: OneProcess, clip: float) -> None:
     """Bit for bit where nothing is clipped; but the norm stays on the device, and is Megatron's to float32."""
     seen = []
-    for ours in (True, False):
+    for by_this_package in (True, False):
         process.reset()
         optimizer = process.stepper.optimizer
         for part in (optimizer, *optimizer.chained_optimizers):
@@ -285,7 +288,7 @@ def test_the_update_equals_megatrons(process: OneProcess, clip: float) -> None:
                 chance = torch.Generator().manual_seed(seed)
                 for parameter in chunk.parameters():
                     parameter.main_grad.copy_(torch.randn(parameter.shape, generator=chance))
-            if ours:
+            if by_this_package:
                 squared = squared_gradient_norm(optimizer, process.platform.device)
                 clip_and_update(optimizer, squared)
                 norm = squared.item() ** 0.5

@@ -56,10 +56,10 @@ def test_the_kernels_index_limit() -> None:
 
 def test_the_fused_rotation_gets_an_angle_per_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron passes our tokens and angles unchanged to Transformer Engine's kernel for "sbhd"."""
-    given: list[tuple[Tensor, Tensor, Any]] = []
+    kernel_calls: list[tuple[Tensor, Tensor, Any]] = []
 
     def kernel(query: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:
-        given.append((query, angles, interleaved))
+        kernel_calls.append((query, angles, interleaved))
         return query
 
     monkeypatch.setattr(megatron_rope, "fused_apply_rotary_pos_emb", kernel)
@@ -72,7 +72,7 @@ def test_the_fused_rotation_gets_an_angle_per_token(monkeypatch: pytest.MonkeyPa
     rotated = apply_rotary_pos_emb(query_t1NH, angles, config=transformer, cu_seqlens=None, cp_group=object())  # type: ignore[arg-type]
     transformer.apply_rope_fusion = True
     apply_rotary_pos_emb(query_t1NH, angles, config=transformer, cu_seqlens=None, cp_group=object())  # type: ignore[arg-type]
-    ((query, passed, interleaved),) = given
+    ((query, passed, interleaved),) = kernel_calls
     assert (query is query_t1NH, passed is angles, interleaved) == (True, True, False)
     assert (angles.dtype, angles.shape) == (torch.float32, (6, 1, 1, 8))
     half = torch.cat([-query_t1NH[..., 4:], query_t1NH[..., :4]], dim=-1)  # what the kernel computes of them
@@ -102,8 +102,8 @@ def test_a_micro_batch_too_long_for_the_kernel_is_rotated_without_it(monkeypatch
 
 def test_options_with_and_without_transformer_engine_are_refused() -> None:
     for name in ("tp_comm_overlap", "use_precision_aware_optimizer"):
-        told = refused(transformer_config, parse([f"--{name.replace('_', '-')}"]), CPU)
-        assert told.startswith(f"{name}: got true, needs CUDA with Transformer Engine; install it or ")
+        message = refused(transformer_config, parse([f"--{name.replace('_', '-')}"]), CPU)
+        assert message.startswith(f"{name}: got true, needs CUDA with Transformer Engine; install it or ")
     gpu = Platform(torch.device("cuda", 0), "nccl", transformer_engine=True)
     assert refused(transformer_config, parse(["--compile"]), gpu).startswith("compile: got true with Transformer ")
 
@@ -112,7 +112,10 @@ def test_options_with_and_without_transformer_engine_are_refused() -> None:
 def test_the_overlaps_buffers_hold_a_micro_batch(monkeypatch: pytest.MonkeyPatch, fp8: str, mode: str) -> None:
     calls: list[Any] = []
     ranks: Any = SimpleNamespace(tensor_size=8)
-    package = {"destroy_ub": lambda: calls.append("destroyed"), "initialize_ub": lambda **given: calls.append(given)}
+    package = {
+        "destroy_ub": lambda: calls.append("destroyed"),
+        "initialize_ub": lambda **options: calls.append(options),
+    }
     modes = SimpleNamespace(NONE="NONE", FP8="FP8")
     fake(monkeypatch, "transformer_engine.pytorch.module", UserBufferQuantizationMode=modes)
     fake(monkeypatch, "transformer_engine.pytorch", **package)

@@ -52,11 +52,12 @@ def filled(parameter: Parameter, like: Tensor, tensors: Sequence[Any], rank: int
 def test_a_hugging_face_folder_is_read_in_parts(tmp_path: Path, tp: int) -> None:
     tensors = {
         name: torch.randn(full_shape(name, MODEL, VOCABULARY), dtype=torch.float64)
-        for each in parameters_of(MODEL)
-        for name in names(each)
+        for parameter in parameters_of(MODEL)
+        for name in names(parameter)
     }
     save_file(tensors, tmp_path / "model.safetensors")
-    source, read = HuggingFaceTensors(tmp_path), []
+    source = HuggingFaceTensors(tmp_path)
+    read = []
 
     class Counting:
         def __init__(self, name: str) -> None:
@@ -83,7 +84,8 @@ RESIDUAL = ("model.layers.3.self_attn.o_proj.weight", "model.layers.0.mlp.down_p
 
 def test_deviations_by_hand() -> None:
     """Width 256, 8 layers. TinyLlama: sqrt(2 / 1280) = 0.0395, 1 / (16 * 8) = 0.0078. Megatron: 0.02, 0.02 / 4."""
-    tinyllama, megatron = ModelConfig(**SIZES, init_scheme="tinyllama"), ModelConfig(**SIZES)
+    tinyllama = ModelConfig(**SIZES, init_scheme="tinyllama")
+    megatron = ModelConfig(**SIZES)
     for name in INNER:
         assert deviation(name, tinyllama) == pytest.approx(0.0395285, rel=1e-5)
         assert deviation(name, megatron) == 0.02

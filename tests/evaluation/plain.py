@@ -11,5 +11,8 @@ def greedy_texts(model: Any, prompts: Sequence[Sequence[int]], new: int, stop: l
     """transformers' own greedy continuation of each prompt, alone, of so many tokens at most."""
     options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": stop, "pad_token_id": 0}
     ids = [torch.tensor([prompt]) for prompt in prompts]
-    texts = [model.generate(one, attention_mask=torch.ones_like(one), **options)[0, one.shape[1] :] for one in ids]
+    texts = [
+        model.generate(prompt_ids, attention_mask=torch.ones_like(prompt_ids), **options)[0, prompt_ids.shape[1] :]
+        for prompt_ids in ids
+    ]
     return [text.tolist() for text in texts]

@@ -31,8 +31,10 @@ def test_bins_are_means_over_powers_of_two(found: list[tuple[float, int, bool]],
     for loss, position, trained in found:
         if trained:
             bins[2 ** int(math.log2(position + 1) + 1e-12)].append(loss)
-    assert losses_by_position(sums) == pytest.approx({low: sum(some) / len(some) for low, some in bins.items()})
-    every = [loss for some in bins.values() for loss in some]
+    assert losses_by_position(sums) == pytest.approx(
+        {low: sum(bin_losses) / len(bin_losses) for low, bin_losses in bins.items()}
+    )
+    every = [loss for bin_losses in bins.values() for loss in bin_losses]
     assert mean_loss(sums) == (pytest.approx(sum(every) / len(every)) if every else None)
 
 
@@ -45,12 +47,12 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
         weights = draw.integers(50, 200, 60).astype(float)
         first = draw.normal(3.0, 0.5, 60) * weights
         second = first + draw.normal(0.1, 0.3, 60) * weights
-        found = difference(first, second, weights, seed=number)
-        assert found["value"] == pytest.approx((second - first).sum() / weights.sum())
-        held += found["low"] <= 0.1 <= found["high"]
+        interval = difference(first, second, weights, seed=number)
+        assert interval["value"] == pytest.approx((second - first).sum() / weights.sum())
+        held += interval["low"] <= 0.1 <= interval["high"]
     assert 85 <= held <= 99
 
 
 def test_one_item_has_no_interval() -> None:
-    found = difference(np.array([1.0]), np.array([3.0]), np.array([4.0]))
-    assert found == {"value": 0.5, "low": None, "high": None}
+    interval = difference(np.array([1.0]), np.array([3.0]), np.array([4.0]))
+    assert interval == {"value": 0.5, "low": None, "high": None}

@@ -38,7 +38,8 @@ def test_generation_config_wins_where_it_says_something(folder: Path) -> None:
 
 def test_texts_begin_with_the_models_own_token_with_bos(folder: Path) -> None:
     pretrained = Pretrained.find(folder)
-    plain, begun = ModelText.of(pretrained), ModelText.of(pretrained, bos=True)
+    plain = ModelText.of(pretrained)
+    begun = ModelText.of(pretrained, bos=True)
     assert begun.encode("some text") == [7, *plain.encode("some text")]
 
 

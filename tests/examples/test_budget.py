@@ -14,7 +14,7 @@ EXPERIMENTS = ROOT / "docs" / "experiments"
 
 
 def test_every_experiment_can_be_imported() -> None:
-    """In a process of its own: a package of the tests has the name of an experiment."""
+    """Each import has its own process: a package of the tests has the name of an experiment."""
     names = " ".join(path.stem for path in EXPERIMENTS.glob("*.py"))
     command = [sys.executable, "-c", f"import {names.replace(' ', ', ')}"]
     subprocess.run(command, cwd=EXPERIMENTS, check=True)
@@ -51,15 +51,15 @@ def test_the_experiment_at_its_smallest_scale(monkeypatch: pytest.MonkeyPatch, t
         (novels / f"{name}.txt").write_text("".join(lines))
     command = [sys.executable, ROOT / "docs/experiments/budget.py", novels, out, "--tuned", "4", "--budgets", "2", "4"]
     command += ["--rates", "3.2e-2", "6.4e-2", "--tuning-seeds", "1", "--seeds", "8", "9", "--held-out", "3"]
-    found = []
+    results = []
     for _ in range(2):
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-        found.append([(out / "results" / name).read_text() for name in ("budget.md", "budget.jsonl")])
-    assert found[0] == found[1]
-    runs = [json.loads(line)["run"] for line in found[0][1].splitlines()]
+        results.append([(out / "results" / name).read_text() for name in ("budget.md", "budget.jsonl")])
+    assert results[0] == results[1]
+    runs = [json.loads(line)["run"] for line in results[0][1].splitlines()]
     tuned = [run for run in runs if run["seed"] == 1]
     constant, growing = ({run["rate"] for run in tuned if run["arm"] == arm} for arm in ("constant", "growing"))
     assert constant == growing > {3.2e-2, 6.4e-2}
     assert sum(run["seed"] > 1 for run in runs) == 8
-    assert "per doubling" in found[0][0]
+    assert "per doubling" in results[0][0]
     assert (out / "results" / "budget.png").stat().st_size > 0

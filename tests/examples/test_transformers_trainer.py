@@ -32,7 +32,10 @@ from tests.conftest import ROOT, SmallData
 from tests.launcher import TIMEOUT_S, clean_environment, torchrun
 from tests.runs import Launched, RunResult, relative, weight_error
 
-LENGTH, STEPS, ROWS, RATE = 128, 4, 8, 2.5e-4
+LENGTH = 128
+STEPS = 4
+ROWS = 8
+RATE = 2.5e-4
 SCHEDULE = build_schedule("linear", start=7, end=LENGTH, rate=41)  # 7, 48, 89, 128
 TOLERANCE = 1e-5
 WEIGHTS_APART = 2e-5
@@ -117,23 +120,23 @@ def train(example: ModuleType, run: RunResult, folder: Path, attention: str) -> 
 
 
 def by_borders(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """Attention inside the borders that flash attention would get, by the names of its real signature."""
     assert attention_mask is None
     layout = {"query_length": query.shape[2], "is_causal": True}
-    bound = inspect.signature(_flash_attention_forward).bind(query, key, value, attention_mask, **layout, **given)
+    bound = inspect.signature(_flash_attention_forward).bind(query, key, value, attention_mask, **layout, **options)
     named = bound.arguments
     torch.testing.assert_close(named["cu_seq_lens_q"], named["cu_seq_lens_k"], rtol=0, atol=0)
     lengths = named["cu_seq_lens_q"].diff().tolist()
     assert max(lengths) == named["max_length_q"] == named["max_length_k"]
     # of all rows laid end to end: [B, N, L, H] to [N, B L, H]
     flat = [x.transpose(0, 1).flatten(1, 2).split(lengths, dim=1) for x in (query, key, value)]
-    found = [
+    segments = [
         F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
         for q, k, v in zip(*flat, strict=True)
     ]
-    out = torch.cat(found, dim=1).unflatten(1, (len(query), -1))
+    out = torch.cat(segments, dim=1).unflatten(1, (len(query), -1))
     return out.permute(1, 2, 0, 3), None
 
 
@@ -147,18 +150,18 @@ def test_the_trainer_has_the_losses_and_weights_of_ours(
     example: ModuleType, launched: Launched, tmp_path: Path, attention: str, weighting: str
 ) -> None:
     """One process, four windows; a worker reads ahead of the steps."""
-    ours = launched([*FLAGS.split(), *weighting.split()], 1)
-    trainer = train(example, ours, tmp_path, attention)
+    launched_run = launched([*FLAGS.split(), *weighting.split()], 1)
+    trainer = train(example, launched_run, tmp_path, attention)
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert [entry["window"] for entry in log] == ours.series("window") == [7, 48, 89, 128]
-    losses = relative([entry["loss"] for entry in log], ours.series("train_loss"))
-    norms = relative([entry["grad_norm"] for entry in log], ours.series("grad_norm"))
+    assert [entry["window"] for entry in log] == launched_run.series("window") == [7, 48, 89, 128]
+    losses = relative([entry["loss"] for entry in log], launched_run.series("train_loss"))
+    norms = relative([entry["grad_norm"] for entry in log], launched_run.series("grad_norm"))
     state = {name: tensor.detach().numpy() for name, tensor in trainer.model.state_dict().items()}
-    weights, name = weight_error(ours.weights("final"), state)
+    weights, name = weight_error(launched_run.weights("final"), state)
     print(f"losses {losses:.1e}, gradient norms {norms:.1e}, weights {weights:.1e} ({name})")
     assert max(losses, norms) <= TOLERANCE
     assert weights <= WEIGHTS_APART
-    assert (relative(ours.series("lm_loss"), ours.series("train_loss")) > 1e-3) == bool(weighting)
+    assert (relative(launched_run.series("lm_loss"), launched_run.series("train_loss")) > 1e-3) == bool(weighting)
 
 
 @pytest.fixture
@@ -166,11 +169,13 @@ def batch(example: ModuleType) -> dict[str, Any]:
     """Two rows of 24 tokens under a window of 10, with documents of one token and more."""
     draw = np.random.default_rng(0)
     ends = [[1, 2, 7, 24], [16]]
-    rows = [TokenRow(draw.integers(0, 64, 25), np.array(one), np.ones(24, dtype=bool)) for one in ends]
+    rows = [
+        TokenRow(draw.integers(0, 64, 25), np.array(document_ends), np.ones(24, dtype=bool)) for document_ends in ends
+    ]
     schedule = build_schedule("constant", start=10, end=10)
     data = example.WindowedRows(rows.__getitem__, schedule, rows_per_step=2, steps=1)
-    found: dict[str, Any] = example.collate([data[0], data[1]])
-    return found
+    collated: dict[str, Any] = example.collate([data[0], data[1]])
+    return collated
 
 
 BORDERS = [0, 1, 2, 7, 10, 20, 24, 34, 40, 44, 48]  # of the batch, by hand: the second row begins at 24
@@ -200,15 +205,15 @@ def test_a_token_changes_the_later_ones_of_its_segment_alone(batch: dict[str, An
 
 
 def test_flash_attention_gets_what_transformers_finds_in_positions(batch: dict[str, Any]) -> None:
-    """By its own function and its own names."""
+    """transformers' own function and its own names give the expected values."""
     borders, longest = prepare_fa_kwargs_from_position_ids(batch["position_ids"])
-    theirs = dict(zip(FlashAttentionKwargs.__annotations__, [*borders, *longest], strict=True))
-    assert {name: torch.as_tensor(batch[name]).tolist() for name in theirs} == {
-        name: value.tolist() for name, value in theirs.items()
+    expected = dict(zip(FlashAttentionKwargs.__annotations__, [*borders, *longest], strict=True))
+    assert {name: torch.as_tensor(batch[name]).tolist() for name in expected} == {
+        name: value.tolist() for name, value in expected.items()
     }
     assert borders[0].tolist() == BORDERS
     assert batch["cu_seq_lens_q"].dtype == borders[0].dtype
-    inspect.signature(_flash_attention_forward).bind_partial(**theirs)
+    inspect.signature(_flash_attention_forward).bind_partial(**expected)
 
 
 def command(launched_from: RunResult, data: SmallData, output: Path, *flags: object) -> list[str]:

@@ -49,20 +49,20 @@ def run(saved: Path, tmp_path: Path) -> Path:
 
 
 def going_on(rank: int, argv: list[str], steps: list[int]) -> tuple[int, str]:
-    """How a process ends that finds the checkpoint of its place in `steps`."""
-    found = folders.folder_name(steps[rank])
-    folders.locate = lambda run, **unused: folders.read_checkpoint(run / "checkpoints" / found)  # type: ignore[assignment]
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        return main(argv), said.getvalue()
+    """Return how a process ends that finds the checkpoint of its place in `steps`."""
+    folder = folders.folder_name(steps[rank])
+    folders.locate = lambda run, **unused: folders.read_checkpoint(run / "checkpoints" / folder)  # type: ignore[assignment]
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        return main(argv), errors.getvalue()
 
 
 def test_processes_that_see_different_checkpoints(small_data: SmallData, run: Path) -> None:
     argv = [str(word) for word in flags(small_data, run, 6, "--load", run)]
     ends = call(going_on, 2, argv, [4, 2], group=False)
     assert [status for status, _ in ends] == [1, 1]  # a crash, which is tried again
-    for _, said in ends:
-        assert "load: got iter_0000004 (sha256 " in said
-        assert ") on rank 0, iter_0000002 (sha256 " in said
+    for _, message in ends:
+        assert "load: got iter_0000004 (sha256 " in message
+        assert ") on rank 0, iter_0000002 (sha256 " in message
     assert [status for status, _ in call(going_on, 2, argv, [4, 4], group=False)] == [0, 0]
 
 
@@ -81,13 +81,13 @@ def flipped_at(share: float) -> Spoil:
 
 @pytest.mark.parametrize(("name", "spoil"), [(TENSORS, Path.unlink), ("manifest.json", truncated)])
 def test_the_file_at_fault_is_named(alone: Commands, small_data: SmallData, run: Path, name: str, spoil: Spoil) -> None:
-    """And the checkpoint before it is offered."""
+    """The message offers the checkpoint before it."""
     path = run / "checkpoints" / NEWEST / name
     spoil(path)
 
     def files() -> list[tuple[Path, int]]:
-        found = [file for file in sorted(run.rglob("*")) if file.is_file() and file.name != "lock"]
-        return [(file, file.stat().st_mtime_ns) for file in found]
+        paths = [file for file in sorted(run.rglob("*")) if file.is_file() and file.name != "lock"]
+        return [(file, file.stat().st_mtime_ns) for file in paths]
 
     before = files()
     line = refused_command(alone, TRAINER, *flags(small_data, run, 6, "--load", run))
@@ -97,14 +97,14 @@ def test_the_file_at_fault_is_named(alone: Commands, small_data: SmallData, run:
 
 
 def test_damaged_weights(alone: Commands, small_data: SmallData, run: Path, tmp_path: Path) -> None:
-    """Where weights alone are taken, no flag takes the checkpoint before: it has to be named."""
+    """No flag takes the checkpoint before where weights alone are taken: it has to be named."""
     path = run / "checkpoints" / NEWEST / TENSORS
     flipped_at(0.5)(path)
     line = refused_command(alone, TRAINER, *flags(small_data, tmp_path / "new", 6, "--init-from", run))
     export = ("megatron-to-hf", "--input", run, "--output", tmp_path / "export", "--tokenizer", "none")
-    for said in (line, refused_command(alone, "tools/convert_checkpoint.py", *export)):
-        assert said.startswith(f"load: {path} ")
-        assert said.endswith(f"{run / 'checkpoints' / BEFORE} is complete: name that folder instead")
+    for message in (line, refused_command(alone, "tools/convert_checkpoint.py", *export)):
+        assert message.startswith(f"load: {path} ")
+        assert message.endswith(f"{run / 'checkpoints' / BEFORE} is complete: name that folder instead")
     alone.run(TRAINER, *flags(small_data, tmp_path / "new", 1, "--init-from", run / "checkpoints" / BEFORE))
 
 
@@ -131,12 +131,12 @@ def test_without_verification_sizes_are_still_checked(alone: Commands, small_dat
 
 
 def test_a_vocabulary_of_another_size_is_seen_in_the_tensors(alone: Commands, small_data: SmallData, run: Path) -> None:
-    """Where the tokenizer that decided it is gone; a number that says the same is no change."""
+    """The tokenizer that decided it is gone; a number that says the same is no change."""
     folder = run / "checkpoints" / NEWEST
     manifest = Manifest.read(folder)
     data = manifest.config["data"] | {"tokenizer_model": "nowhere"}
     replace(manifest, config=manifest.config | {"data": data}).write(folder)
     again = flags(small_data, run, 5, "--load", run, "--override", "tokenizer_model", "--vocab-size")
-    said = refused_command(alone, TRAINER, *again, 2048)
-    assert f"weight: got (2048, 128), {folder} needs (1024, 128); use its config.yaml" in said
+    message = refused_command(alone, TRAINER, *again, 2048)
+    assert f"weight: got (2048, 128), {folder} needs (1024, 128); use its config.yaml" in message
     alone.run(TRAINER, *again, 1024)

@@ -54,8 +54,8 @@ def test_a_disk_too_full_for_metrics(alone: Commands, small_data: SmallData, sma
     alone.run(TRAINER, *common, "--train-iters", 2)
     free = os.statvfs(small_disk)
     (small_disk / "filler").write_bytes(bytes(free.f_bavail * free.f_frsize - 8_192))
-    said = refused_command(alone, TRAINER, *common, "--load", run, "--train-iters", 600)
-    assert f"{run}/metrics.jsonl: No space left on device" in said
+    message = refused_command(alone, TRAINER, *common, "--load", run, "--train-iters", 600)
+    assert f"{run}/metrics.jsonl: No space left on device" in message
     subprocess.run(["mount", "-o", "remount,size=200m", str(small_disk)], check=True)
     alone.run(TRAINER, *common, "--load", run, "--train-iters", 4)
     assert series(run, "step") == [0, 1, 2, 3]

@@ -22,9 +22,9 @@ OVERFLOWING = 1.3e18  # products of queries and keys are infinite from the first
 
 def check(run: Path, done: list[Done], saved: int | None) -> dict[str, Any]:
     """All processes have ended, rank 0 with one line and a file, which is returned."""
-    assert [one.status for one in done] == [DIVERGED] * len(done), done[0].stderr
-    assert not any("Traceback" in one.stderr for one in done)
-    assert not any("diverged" in one.stderr for one in done[1:])
+    assert [process.status for process in done] == [DIVERGED] * len(done), done[0].stderr
+    assert not any("Traceback" in process.stderr for process in done)
+    assert not any("diverged" in process.stderr for process in done[1:])
     facts: dict[str, Any] = json.loads((run / "diverged.json").read_text())
     assert facts["step"] == len(read_jsonl(run / "metrics.jsonl")) < 50
     assert f"the {facts['what']} of step {facts['step']} is {facts['value']}" in line_of(done[0])
@@ -34,8 +34,9 @@ def check(run: Path, done: list[Done], saved: int | None) -> dict[str, Any]:
 
 
 def test_losses_that_cannot_be_weighted(small_data: SmallData, tmp_path: Path) -> None:
-    """Only the last stage computes weights: it sees the losses first, while the others wait for it."""
-    run, layout = tmp_path / "run", ["--pipeline-model-parallel-size", 2]
+    """The last stage alone computes weights: it sees the losses first, while the others wait for it."""
+    run = tmp_path / "run"
+    layout = ["--pipeline-model-parallel-size", 2]
     weighted = ["--token-weighting", "unfrozen", "--short-context", 16, "--init-method-std", OVERFLOWING]
     done = Commands(2).attempt(TRAINER, *COMMON, *small_data.flags, *weighted, *layout, "--save", run)
     assert check(run, done, None)["what"] == "loss"

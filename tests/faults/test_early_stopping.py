@@ -10,14 +10,18 @@ from tests.launcher import Commands
 from tests.runs import CONFIG, TRAINER, read_jsonl, relative, series
 from tests.theirs import write_theirs
 
-LENGTH, STEPS, EVERY, PATIENCE = 32, 40, 2, 3
+LENGTH = 32
+STEPS = 40
+EVERY = 2
+PATIENCE = 3
 DP2_PP2 = "--pipeline-model-parallel-size 2 --use-distributed-optimizer"
 
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
     """Train on counting documents, validate on shuffled ones: the loss falls while tokens are learned, then rises."""
-    chance, folder = np.random.default_rng(0), tmp_path_factory.mktemp("worse")
+    chance = np.random.default_rng(0)
+    folder = tmp_path_factory.mktemp("worse")
     counting = [np.arange(LENGTH) % 8 for _ in range(200)]
     write_theirs(folder / "train", counting, 57)
     write_theirs(folder / "valid", [chance.permutation(document) for document in counting[:40]], 57)
@@ -45,12 +49,13 @@ def test_every_layout_stops_at_the_same_step(flags: list[object], alone: Command
     best = int(np.argmin(whole)) * EVERY  # with no minimum before it that lasts as long
     end = best + PATIENCE * EVERY
     assert 0 < best < end < STEPS  # else nothing is tested
-    run, four = tmp_path / "run", Commands(4)
+    run = tmp_path / "run"
+    four_processes = Commands(4)
     patient = [*flags, *DP2_PP2.split(), "--early-stopping-patience", PATIENCE, "--save", run]
     cut = end - EVERY  # all but one of the validations in vain are before it
-    four.run(TRAINER, *patient, "--train-iters", cut)
+    four_processes.run(TRAINER, *patient, "--train-iters", cut)
     assert history(run)[-1]["how"] == "done"
-    done = four.run(TRAINER, *patient, "--load", run)
+    done = four_processes.run(TRAINER, *patient, "--load", run)
     assert relative(losses(run), whole[: end // EVERY + 1]) < 1e-4
     assert series(run, "step") == list(range(end))
     assert saved_steps(run) == [cut, end]
@@ -58,7 +63,7 @@ def test_every_layout_stops_at_the_same_step(flags: list[object], alone: Command
     assert (last["event"], last["step"]) == ("end", end)
     assert str(last["how"]).startswith(f"stopped early: the validation loss was lowest after {best} steps")
 
-    done = four.run(TRAINER, *patient, "--load", run)  # what has stopped early has nothing left to do
+    done = four_processes.run(TRAINER, *patient, "--load", run)  # what has stopped early has nothing left to do
     assert "nothing is left to do: the run stopped early before" in done[0].stderr
     assert len(losses(run)) == end // EVERY + 1
     assert history(run)[-1]["how"] == last["how"]
@@ -67,7 +72,7 @@ def test_every_layout_stops_at_the_same_step(flags: list[object], alone: Command
 def test_validations_that_measure_something_else_are_not_compared(
     flags: list[object], alone: Commands, tmp_path: Path
 ) -> None:
-    """By a delta that no loss is better by, a run ends with the second validation of a setting."""
+    """No loss is better by so large a delta, so a run ends with the second validation of a setting."""
     early = [*flags, "--early-stopping-patience", 1, "--early-stopping-delta", 100, "--save", tmp_path]
     alone.run(TRAINER, *early)
     assert saved_steps(tmp_path) == [EVERY]

@@ -16,7 +16,9 @@ from tests.runs import CONFIG, TRAINER, read_jsonl, relative, series
 from tests.theirs import write_theirs
 
 INSPECT = "tools/inspect_step.py"
-LENGTH, STEPS, SPIKE = 32, 16, 7
+LENGTH = 32
+STEPS = 16
+SPIKE = 7
 GARBAGE = 8  # token ids from here on are in one document alone
 DP2_PP2 = "--pipeline-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 
@@ -66,7 +68,7 @@ def inspected(alone: Commands, run: Path, step: int) -> tuple[str, list[tuple[st
 
 
 def test_the_rows_of_the_step_are_printed(with_spike: Path, alone: Commands) -> None:
-    """The planted document has the largest loss; weights are those of step 5, and before it the first ones."""
+    """The planted document has the largest loss; weights come from step 5, and before it the first ones."""
     heading, documents = inspected(alone, with_spike, SPIKE)
     assert heading.endswith(str(with_spike / "checkpoints" / folder_name(5)))
     trained = np.load(with_spike / "trajectory" / "step_000007.npz")
@@ -125,13 +127,15 @@ def test_a_spike_stops_the_run(flags: list[object], alone: Commands, with_spike:
 
 
 def test_all_processes_skip(flags: list[object], alone: Commands, with_spike: Path, tmp_path: Path) -> None:
-    """With PP 2 and DP 2 the checkpoint after the step equals the one before it; a single process does the same."""
-    run, four, skip = tmp_path / "run", Commands(4), ["--on-spike", "skip"]
-    done = four.run(TRAINER, *flags, *DP2_PP2.split(), *skip, "--save-interval", 1, "--save", run)
+    """The checkpoint after the step equals the one before it with PP 2 and DP 2; a single process does the same."""
+    run = tmp_path / "run"
+    four_processes = Commands(4)
+    skip = ["--on-spike", "skip"]
+    done = four_processes.run(TRAINER, *flags, *DP2_PP2.split(), *skip, "--save-interval", 1, "--save", run)
     assert series(run, "skipped") == series(run, "spike") == [int(step == SPIKE) for step in range(STEPS)]
     (line,) = spike_lines(done[0].stderr)
     assert "the step is skipped, no weight changed" in line
-    assert not any(spike_lines(one.stderr) for one in done[1:])
+    assert not any(spike_lines(process.stderr) for process in done[1:])
     before, after, later = (checksums(run, SPIKE + n) for n in range(3))
     assert before == after != later
 

@@ -19,7 +19,7 @@ DP2 = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-
 
 
 def checksums(run: Path, step: int) -> dict[str, str]:
-    """Of the tensors that a checkpoint holds."""
+    """Return the checksums of the tensors that a checkpoint holds."""
     files = Manifest.read(run / "checkpoints" / folder_name(step)).files
     return {name: facts.sha256 for name, facts in files.items() if name.endswith(".safetensors")}
 
@@ -42,7 +42,7 @@ def assert_complete(run: Path) -> None:
 
 
 def wait_at_random(running: Running, run: Path, chance: random.Random) -> bool:
-    """Until this process has done some steps, and for a part of the time that two take; whether the run has ended.
+    """Wait for some steps of this process and a part of the time of two; return whether the run has ended.
 
     One in eight is not waited for that long: it is killed while it starts or loads.
     """
@@ -85,7 +85,8 @@ def test_killed_at_random_moments(small_data: SmallData, tmp_path: Path, case: s
         command = [*COMMON, *small_data.flags, *layout, *saving, "--save", run, "--load", run, "--load-if-present"]
         ended = False
         while not ended:
-            running, last = Commands(processes).start(TRAINER, *command), done == kills
+            running = Commands(processes).start(TRAINER, *command)
+            last = done == kills
             ended = running.wait(TIMEOUT_S) if last else wait_at_random(running, run, chance)
             if ended:
                 assert running.statuses == [0] * processes, running.words()

@@ -61,10 +61,10 @@ def hold(folder: Path, to_parent: Connection, job: str | None, seconds: float) -
 @contextlib.contextmanager
 def holding(folder: Path, job: str | None = None, seconds: float = TIMEOUT_S) -> Iterator[Callable[[], None]]:
     """Another process has the lock; yields what kills it."""
-    ours, theirs = Pipe()
-    holder = get_context("fork").Process(target=hold, args=(folder, theirs, job, seconds))
+    parent_end, child_end = Pipe()
+    holder = get_context("fork").Process(target=hold, args=(folder, child_end, job, seconds))
     holder.start()
-    children = {ours.recv(), ours.recv()} - {holder.pid}
+    children = {parent_end.recv(), parent_end.recv()} - {holder.pid}
     try:
         yield lambda: (holder.kill(), holder.join())[1]
     finally:
@@ -91,7 +91,7 @@ def test_an_earlier_start_of_the_same_job_is_waited_for(tmp_path: Path, monkeypa
 
 
 def test_a_run_in_stages_locks_their_folders_too(small_data: SmallData, tmp_path: Path) -> None:
-    """Which --save RUN/STAGE names as well."""
+    """A start with --save RUN/STAGE names such a folder as well."""
     run = {"stages": [{"name": "short"}, {"name": "long"}]} | yaml.safe_load(Path(CONFIG[1]).read_text())
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
     folder = tmp_path / "run" / "long"
@@ -112,8 +112,9 @@ def test_a_file_system_without_locks(tmp_path: Path, caplog: pytest.LogCaptureFi
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["moved", "replaced"])
 def test_a_run_whose_folder_is_gone_ends(small_data: SmallData, tmp_path: Path, what: str) -> None:
-    """Also if another run has begun in its place."""
-    run, saving = tmp_path / "run", ["--async-save"] if what == "moved" else []
+    """It ends even if another run has begun in its place."""
+    run = tmp_path / "run"
+    saving = ["--async-save"] if what == "moved" else []
     running = Commands(2).start(TRAINER, *ENDLESS, *small_data.flags, *saving, "--save-interval", 20, "--save", run)
     running.wait_for(lambda: len(read_jsonl(run / "metrics.jsonl")) > 22 and bool(saved_steps(run)))
     run.rename(tmp_path / "moved")

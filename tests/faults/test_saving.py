@@ -39,7 +39,7 @@ def test_asynchronous_checkpoints(alone: Commands, small_data: SmallData, tmp_pa
 
 
 def test_going_back_by_the_pointer(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
-    """As docs/health.md does it under Slurm, where --load names the run; a later start does not go back again."""
+    """docs/health.md goes back like this under Slurm, where --load names the run; a later start goes on."""
     flags = [*COMMON, *small_data.flags, "--save-interval", 2, "--save", tmp_path, "--load", tmp_path]
     flags += ["--load-if-present"]
     alone.run(TRAINER, *flags)
@@ -47,11 +47,11 @@ def test_going_back_by_the_pointer(alone: Commands, small_data: SmallData, tmp_p
     (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("4\n")
     for _ in range(2):
         alone.run(TRAINER, *flags, "--lr", 1e-4, "--override", "lr")
-        same = [lowered == before for lowered, before in zip(series(tmp_path, "lm_loss"), whole, strict=True)]
-        assert same == [True] * 5 + [False] * 3
+        is_equal = [lowered == before for lowered, before in zip(series(tmp_path, "lm_loss"), whole, strict=True)]
+        assert is_equal == [True] * 5 + [False] * 3
         assert saved_steps(tmp_path) == [2, 4, 6, 8]
-        left = sorted(path.name.split(".")[0] for path in (tmp_path / "checkpoints").glob("*.left"))
-        assert left == ["iter_0000006", "iter_0000008"]
+        left_folders = sorted(path.name.split(".")[0] for path in (tmp_path / "checkpoints").glob("*.left"))
+        assert left_folders == ["iter_0000006", "iter_0000008"]
 
 
 def test_other_contents_under_the_same_name(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
@@ -65,8 +65,8 @@ def test_other_contents_under_the_same_name(alone: Commands, small_data: SmallDa
     tokens = bytearray((tmp_path / "data.bin").read_bytes())
     tokens[:2], tokens[2:4] = tokens[2:4], tokens[:2]
     (tmp_path / "data.bin").write_bytes(tokens)
-    said = refused_command(alone, TRAINER, *on, "--train-iters", 8)
-    assert f"load: {tmp_path}/data is not the data that {tmp_path}/run/checkpoints/iter_0000007" in said
+    message = refused_command(alone, TRAINER, *on, "--train-iters", 8)
+    assert f"load: {tmp_path}/data is not the data that {tmp_path}/run/checkpoints/iter_0000007" in message
     assert saved_steps(tmp_path / "run") == [6, 7]
     alone.run(TRAINER, *on, "--train-iters", 8, "--override", "data_path")
     assert saved_steps(tmp_path / "run") == [6, 7, 8]

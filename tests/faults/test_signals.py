@@ -61,9 +61,9 @@ def test_the_last_step_is_saved_and_stopped_json_written(
     steps = len(read_jsonl(run / "metrics.jsonl"))
     assert locate(run).folder == run / "checkpoints" / folder_name(steps)
     if status == 85:
-        said = json.loads((run / "stopped.json").read_text())
-        assert said == {"signal": number.name, "exit_code": 85, "step": steps, "checkpoint": said["checkpoint"]}
-        assert said["checkpoint"] == f"checkpoints/{folder_name(steps)}"
+        record = json.loads((run / "stopped.json").read_text())
+        assert record == {"signal": number.name, "exit_code": 85, "step": steps, "checkpoint": record["checkpoint"]}
+        assert record["checkpoint"] == f"checkpoints/{folder_name(steps)}"
     else:
         assert not (run / "stopped.json").exists()
 
@@ -167,7 +167,7 @@ def test_a_child_that_is_terminated_stops_no_run() -> None:
 
 
 def test_an_ignored_sighup_stays_ignored() -> None:
-    """As nohup asks for."""
+    """The command nohup ignores it so."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with StopRequest(None) as request:

@@ -49,9 +49,10 @@ def exit_status(folder: Path, steps: int) -> int | None:
 def test_a_process_that_hangs(tmp_path: Path) -> None:
     """Any number of steps shorter than the limit pass; a report that fails does not keep the process alive."""
     assert exit_status(tmp_path, 7) == HUNG
-    said, stacks = (tmp_path / "stderr").read_text(), tmp_path / "stacks" / "rank0.txt"
-    assert said.startswith("error: rank 0 made no progress for ")
-    assert f"in step 7 (--watchdog-timeout 1.5); the stacks of its threads are in {stacks}\n" in said
+    message = (tmp_path / "stderr").read_text()
+    stacks = tmp_path / "stacks" / "rank0.txt"
+    assert message.startswith("error: rank 0 made no progress for ")
+    assert f"in step 7 (--watchdog-timeout 1.5); the stacks of its threads are in {stacks}\n" in message
     assert "in read_a_disk_that_does_not_answer" in stacks.read_text()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "stacks").write_text("no folder")

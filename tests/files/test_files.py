@@ -92,8 +92,8 @@ def test_what_a_full_disk_refused_is_not_written_again(writer: str, tmp_path: Pa
 
 
 @given(st.lists(st.text() | st.binary(), max_size=4), st.lists(st.text() | st.binary(), max_size=4))
-def test_fingerprints_tell_lists_of_parts_apart(one: list[str | bytes], other: list[str | bytes]) -> None:
-    assert (fingerprint(*one) == fingerprint(*other)) == (one == other)
+def test_fingerprints_tell_lists_of_parts_apart(parts: list[str | bytes], other_parts: list[str | bytes]) -> None:
+    assert (fingerprint(*parts) == fingerprint(*other_parts)) == (parts == other_parts)
 
 
 def test_a_file_counts_by_content_not_by_name(tmp_path: Path) -> None:

@@ -49,16 +49,16 @@ def write(kept: dict[str, dict[str, list[float]]]) -> None:
 
 @pytest.mark.parametrize("name", RUNS["runs"])
 def test_a_run_has_the_losses_that_it_had(name: str, tmp_path: Path) -> None:
-    ours = losses_of(name, tmp_path)
+    measured = losses_of(name, tmp_path)
     if os.environ.get("REWRITE_GOLDEN"):
         kept = json.loads(FILE.read_text()) if FILE.exists() else {}
-        kept[name] = ours
+        kept[name] = measured
         write(kept)
         return
-    theirs = json.loads(FILE.read_text())[name]
-    assert {key: ours[key] for key in FACTS} == {key: theirs[key] for key in FACTS}
+    golden = json.loads(FILE.read_text())[name]
+    assert {key: measured[key] for key in FACTS} == {key: golden[key] for key in FACTS}
     for key in LOSSES:
-        np.testing.assert_allclose(ours[key], theirs[key], rtol=TOLERANCE[key], atol=0, err_msg=key)
+        np.testing.assert_allclose(measured[key], golden[key], rtol=TOLERANCE[key], atol=0, err_msg=key)
 
 
 def test_the_runs_are_kept_and_differ() -> None:

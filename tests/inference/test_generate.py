@@ -49,14 +49,15 @@ def asked(rank: int, model: Path, layout: ParallelConfig) -> tuple[list[list[int
         return plain(self, slots, counts)
 
     KeyValueCache.append = append  # type: ignore[assignment, method-assign]
-    generate.PASS_TOKENS, generate.PASS_LOGITS = PASS, PASS * 300
+    generate.PASS_TOKENS = PASS
+    generate.PASS_LOGITS = PASS * 300
     text = SimpleNamespace(pretrained=Pretrained.find(model), stop=[], tokenizer=None)
     with open_generator(text, layout, 64, dtype="auto", slots=4) as generator:
         return generator.answer(PROMPTS), generator.likelihoods(CHOICES), largest
 
 
 def test_a_stop_text_ends_generation_where_each_token_is_a_byte(tmp_path: Path) -> None:
-    """As soon as its last byte is there; also if the tokens before begin inside a character."""
+    """It ends as soon as the last byte is there, even if the tokens before begin inside a character."""
     pieces = {f"<0x{value:02X}>": value for value in range(256)}
     tokenizer = tokenizers.Tokenizer(BPE(pieces, [], byte_fallback=True))
     tokenizer.decoder = ByteFallback()
@@ -74,13 +75,13 @@ def test_a_stop_text_ends_generation_where_each_token_is_a_byte(tmp_path: Path) 
 @torch.no_grad()
 def plain_likelihoods(model: Path, choice: Choice) -> list[tuple[float, bool]]:
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    found = []
+    likelihoods = []
     for option in choice.options:
         logits = plain(torch.tensor([[*choice.tokens, *option[:-1]]])).logits[0, len(choice.tokens) - 1 :]
         labels = torch.tensor(option)
         score = logits.log_softmax(-1).gather(1, labels[:, None]).sum().item()
-        found.append((score, bool((logits.argmax(-1) == labels).all())))
-    return found
+        likelihoods.append((score, bool((logits.argmax(-1) == labels).all())))
+    return likelihoods
 
 
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
@@ -97,16 +98,17 @@ CASES = {
 @pytest.mark.parametrize("case", slow_but(["one", "vpp"], CASES))
 def test_texts_and_likelihoods_are_those_of_transformers_in_small_passes(tmp_path: Path, case: str) -> None:
     architecture, layout = CASES[case]
-    model, config = write_model(tmp_path / "model", architecture), ParallelConfig(**layout)
+    model = write_model(tmp_path / "model", architecture)
+    config = ParallelConfig(**layout)
     answers = call(asked, config.model_parallel_size, model, config, group=False)
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     texts = greedy_texts(plain, [prompt.tokens for prompt in PROMPTS], 5, [])
     for texts_here, likelihoods, largest in answers:
         assert texts_here == texts
         assert largest <= PASS
-        for choice, found in zip(CHOICES, likelihoods, strict=True):
-            for ours, (score, greedy) in zip(found, plain_likelihoods(model, choice), strict=True):
-                assert ours == (pytest.approx(score, abs=1e-3), greedy)
+        for choice, choice_likelihoods in zip(CHOICES, likelihoods, strict=True):
+            for likelihood, (score, greedy) in zip(choice_likelihoods, plain_likelihoods(model, choice), strict=True):
+                assert likelihood == (pytest.approx(score, abs=1e-3), greedy)
 
 
 LONGEST = Choice(tokens(30, 1), [tokens(3, 2)])  # the model reads 32 tokens
@@ -120,6 +122,6 @@ def scored_up_to_the_original_length(rank: int, model: Path) -> list[list[Likeli
 
 def test_angles_that_follow_the_text_score_texts_up_to_their_length(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", "llama-dynamic", max_position_embeddings=32)
-    (((ours,),),) = call(scored_up_to_the_original_length, 1, model, group=False)
+    (((likelihood,),),) = call(scored_up_to_the_original_length, 1, model, group=False)
     ((score, greedy),) = plain_likelihoods(model, LONGEST)
-    assert ours == (pytest.approx(score, abs=1e-3), greedy)
+    assert likelihood == (pytest.approx(score, abs=1e-3), greedy)

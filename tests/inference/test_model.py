@@ -17,7 +17,9 @@ from megatron_ext.inference.model import inference_config
 from tests.checkpoint.models import SIZES
 from tests.conftest import refused
 
-LENGTH, CHUNK, VOCABULARY = 24, 6, 50
+LENGTH = 24
+CHUNK = 6
+VOCABULARY = 50
 SCORER = Pretrained(Path("scorer"), ModelConfig(num_layers=4, vocab_size=VOCABULARY), length=LENGTH)
 RUN = Config(
     model=ModelConfig(num_layers=8, vocab_size=VOCABULARY),
@@ -36,7 +38,7 @@ RUN = Config(
     ],
 )
 def test_every_layout_may_score(layout: dict[str, Any], processes: int) -> None:
-    """Also where the run itself could not be trained: none of these shares out 7 rows evenly."""
+    """The run itself could not be trained in these: none of them shares out 7 rows evenly."""
     parallel = ParallelConfig(**layout)
     config = inference_config(SCORER, parallel, CHUNK, processes, bf16=False)
     check(config, processes, training=False)
@@ -46,11 +48,11 @@ def test_every_layout_may_score(layout: dict[str, Any], processes: int) -> None:
 
 
 def test_dynamic_angles_are_those_of_a_chunk() -> None:
-    """A Hugging Face folder's model turns by the length of each text, one of ours by that of its rows."""
+    """A Hugging Face folder's model turns by the length of each text, one of ours by the length of its rows."""
     model = replace(SCORER.model, rope_scaling="dynamic", rope_scaling_factor=4.0, rope_original_length=CHUNK)
-    theirs = replace(SCORER, model=model)
+    scorer = replace(SCORER, model=model)
     lengths = CHUNK, 4 * CHUNK
-    bases = [inference_config(theirs, RUN.parallel, n, 1, bf16=False).model.rotary_base for n in lengths]
+    bases = [inference_config(scorer, RUN.parallel, n, 1, bf16=False).model.rotary_base for n in lengths]
     assert bases[0] == model.rotary_base < bases[1]
 
 
@@ -59,7 +61,8 @@ SAME = Comparison(9e-4, 9e-5, 10.0, (2.0, 2.000009), ([1], [1]), "float32")
 
 def test_each_bound_counts() -> None:
     assert SAME.agrees
-    losses, greedy = (2.0, 2.000011), ([1], [2])
+    losses = (2.0, 2.000011)
+    greedy = ([1], [2])
     for beyond in (
         {"largest": 1.1e-3},
         {"mean": 1.1e-4},
@@ -72,7 +75,7 @@ def test_each_bound_counts() -> None:
 
 
 def test_any_error_of_transformers_when_it_loads_a_model_is_one_line(tmp_path: Path) -> None:
-    """Such as that of safetensors, which is a bare Exception."""
+    """An example is safetensors' error, which is a bare Exception."""
     LlamaConfig(**SIZES).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"torn")
     assert "transformers does not load" in refused(_transformers_logits, tmp_path, "float32")

@@ -15,13 +15,13 @@ def test_probabilities_are_those_of_transformers(temperature: float, top_k: int 
     processors = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
     processors += [TopKLogitsWarper(top_k)] if top_k is not None else []
     processors += [TopPLogitsWarper(top_p)] if top_p is not None else []
-    theirs = processors(torch.zeros(5, 1, dtype=torch.long), logits).softmax(dim=-1)
-    ours, tokens = probabilities(logits, Sampling(temperature, top_k, top_p))
-    torch.testing.assert_close(ours, theirs.gather(1, tokens))
+    expected = processors(torch.zeros(5, 1, dtype=torch.long), logits).softmax(dim=-1)
+    actual, tokens = probabilities(logits, Sampling(temperature, top_k, top_p))
+    torch.testing.assert_close(actual, expected.gather(1, tokens))
 
 
 def test_draws_come_as_often_as_they_are_likely() -> None:
-    """Without a temperature the likeliest is taken."""
+    """The likeliest token is taken without a temperature."""
     logits = torch.tensor([[0.0, 1.0, -1.0, float("-inf")]])
     sampling = Sampling(1.0, seed=5)
     draws = [sampling.draws(0)]
@@ -38,5 +38,5 @@ def test_a_text_draws_the_same_in_any_batch() -> None:
     together = choose(logits, sampling, [sampling.draws(text) for text in range(3)])
     alone = [choose(logits[text : text + 1], sampling, [sampling.draws(text)]) for text in range(3)]
     assert together.tolist() == torch.cat(alone).tolist()
-    others = [choose(logits[:1], sampling, [sampling.draws(text)]).item() for text in range(40)]
-    assert len(set(others)) > 5
+    drawn_tokens = [choose(logits[:1], sampling, [sampling.draws(text)]).item() for text in range(40)]
+    assert len(set(drawn_tokens)) > 5

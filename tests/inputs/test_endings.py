@@ -22,18 +22,19 @@ def test_rows_longer_than_the_corpus_are_noted(alone: Commands, tmp_path: Path) 
 
 
 def test_load_comes_before_init_from(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
-    run, flags = tmp_path / "a run", [*RUN, *small_data.flags]
+    run = tmp_path / "a run"
+    flags = [*RUN, *small_data.flags]
     (first,) = alone.run(TRAINER, *flags, "--save", run)
     *_, last = first.stderr.strip().splitlines()
     assert last.startswith(f"done: the model after 2 steps is in {run / 'checkpoints' / 'iter_0000002'}; ")
     assert f"megatron-to-hf --input '{run}'" in last  # can be copied
 
     begin = ["--save", tmp_path / "new", "--init-from", run, "--load", run]
-    left = tmp_path / "new" / "checkpoints" / "iter_0000001.1f0a2b3c.deleted.incomplete"  # by a killed run
-    left.mkdir(parents=True)
-    (both,) = alone.run(TRAINER, *flags, *begin)
-    assert not left.exists()
-    assert "nothing is left to do: all 2 steps were done before; raise --train-iters for more" in both.stderr
-    assert "done: " not in both.stderr
+    leftover = tmp_path / "new" / "checkpoints" / "iter_0000001.1f0a2b3c.deleted.incomplete"  # by a killed run
+    leftover.mkdir(parents=True)
+    (loaded,) = alone.run(TRAINER, *flags, *begin)
+    assert not leftover.exists()
+    assert "nothing is left to do: all 2 steps were done before; raise --train-iters for more" in loaded.stderr
+    assert "done: " not in loaded.stderr
     (chosen,) = alone.run(TRAINER, *flags, *begin, "--load", "none")
     assert f"weights from {run}" in chosen.stderr

@@ -31,7 +31,8 @@ from megatron_ext.errors import UserError
 from megatron_ext.token_weighting.store import ScoreStore, StoreIdentity
 from tests.checkpoint.models import SIZES
 
-LIMIT_S, MEMORY = 30, 3 * 2**30
+LIMIT_S = 30
+MEMORY = 3 * 2**30
 NAMES = ["../x", "/etc/passwd", "llama3", "yarn", "none", "nan", "x" * 3000]
 NUMBERS = [10**400, -(10**400), 2**31, 2**63, 2**64, 10**12, 0, -1]
 SCALARS = st.one_of(st.none(), st.booleans(), st.integers(-3, 300), st.floats(), st.text(max_size=8))
@@ -161,15 +162,15 @@ def test_manifests(effort: settings, tmp_path: Path) -> None:
     assert locate(tmp_path) is not None
 
     def write_values(values: dict[str, Any]) -> None:
-        """With the right checksum, as anyone can write it."""
+        """Write values with the right checksum, as anyone can."""
         content = {name: value for name, value in (json.loads(good) | values).items() if name != "sha256"}
         checksum = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
         (folder / "manifest.json").write_text(json.dumps({"sha256": checksum} | content))
 
     def read() -> None:
-        found = locate(tmp_path)
-        if found is not None:
-            found.manifest.check_files(found.folder, found.manifest.files, content=False)
+        checkpoint = locate(tmp_path)
+        if checkpoint is not None:
+            checkpoint.manifest.check_files(checkpoint.folder, checkpoint.manifest.files, content=False)
             Pretrained.find(tmp_path)
 
     names = st.sampled_from(sorted(json.loads(good)))
@@ -192,10 +193,11 @@ def test_models_of_hugging_face(effort: settings, tmp_path: Path) -> None:
     good = json.dumps({"metadata": {}, "weight_map": {"a": "x.safetensors", "b": "y.safetensors"}}).encode()
     maps = st.dictionaries(st.text(max_size=3), VALUES, max_size=2)
 
-    def write_config(given: tuple[str, dict[str, Any]]) -> None:
-        config.write_text(json.dumps(LLAMA | {"model_type": given[0]} | given[1]))
+    def write_config(edit: tuple[str, dict[str, Any]]) -> None:
+        config.write_text(json.dumps(LLAMA | {"model_type": edit[0]} | edit[1]))
 
-    families, read = st.sampled_from(sorted(FAMILIES)), partial(read_model_config, tmp_path)
+    families = st.sampled_from(sorted(FAMILIES))
+    read = partial(read_model_config, tmp_path)
     fuzz(effort, st.tuples(families, entries), write_config, read)
     digits = b'{"hidden_size": ' + b"9" * 5000 + b"}"
     fuzz(effort, st.just(digits), config.write_bytes, read, [digits])

@@ -13,7 +13,8 @@ from tests.runs import CONFIG, TRAINER
 
 
 def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    bash, environment = ["bash", "-c", command], clean_environment() | {"PYTHON": sys.executable}
+    bash = ["bash", "-c", command]
+    environment = clean_environment() | {"PYTHON": sys.executable}
     return subprocess.run(bash, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=300)
 
 

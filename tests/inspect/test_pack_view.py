@@ -34,7 +34,8 @@ def views(draw: Any) -> PackView:
 
 def dense(view: PackView) -> npt.NDArray[np.bool_]:
     """bool [T, T]: query i sees key j, straight from the definition."""
-    i, j = np.arange(view.tokens)[:, None], np.arange(view.tokens)[None, :]
+    i = np.arange(view.tokens)[:, None]
+    j = np.arange(view.tokens)[None, :]
     sees = (j <= i) & (i // view.window == j // view.window)
     if view.document_mask:
         document = np.searchsorted(view.documents, np.arange(view.tokens), side="right")
@@ -85,7 +86,8 @@ def test_texts_are_printable_and_short() -> None:
 
 @given(views())
 def test_a_cell_has_the_color_of_the_querys_rank_pale_where_the_key_is_fetched(view: PackView) -> None:
-    image, owner = pack_view.mask_image(view), owners(view)
+    image = pack_view.mask_image(view)
+    owner = owners(view)
     colors = np.broadcast_to(pack_view.rank_colors(view.ranks)[owner][:, None], image.shape)
     fetched = (owner[:, None] != owner)[..., None]
     expected = np.where(fetched, 1 - (1 - colors) * pack_view.PALE, colors)

@@ -24,7 +24,7 @@ def step_record(step: int, **changes: Any) -> dict[str, Any]:
 
 
 def weighting(step: int) -> dict[str, Any]:
-    """The fields of a step with token weighting, beside those of every step."""
+    """The fields of a step with token weighting, beside the fields of every step."""
     weights = {"weight_std": 0.4 + 0.2 * math.exp(-step / 30), "weight_max": 8.0 + 20 * math.exp(-step / 20)}
     return weights | {"zero_share": 0.25, "score_mean": 0.05 + 0.3 * math.exp(-step / 40), "score_time_s": 0.125}
 

@@ -69,8 +69,8 @@ class TestCutBack:
     def test_a_corrupt_line_in_the_middle_is_named_and_the_file_left_alone(self, tmp_path, bad):
         path = tmp_path / "metrics.jsonl"
         path.write_bytes(content := b'{"step": 0}\n' + bad + b'\n{"step": 2}\n')
-        said = r"metrics\.jsonl, line 2: got .*, needs one JSON object with an integer step; restore"
-        with pytest.raises(UserError, match=said):
+        message = r"metrics\.jsonl, line 2: got .*, needs one JSON object with an integer step; restore"
+        with pytest.raises(UserError, match=message):
             cut_back(path, 1)
         assert path.read_bytes() == content
 
@@ -115,7 +115,8 @@ class TestMetricsWriter:
 
 class TestTensorBoard:
     def test_a_resume_hides_the_replaced_steps_and_keeps_the_evaluation_at_its_step(self, tmp_path):
-        options, config = LoggingConfig(), {"model": {"layers": 2}}
+        options = LoggingConfig()
+        config = {"model": {"layers": 2}}
         with closing(MetricsWriter(tmp_path, resume_step=0, logging=options, config=config)) as writer:
             for step in range(4):
                 writer.write("train", {"step": step, "lm_loss": 9.0 - step})

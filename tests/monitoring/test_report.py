@@ -100,7 +100,7 @@ def test_any_name_and_configuration_is_shown_as_text(tmp_path):
     ids=lambda value: str(value)[:40],
 )
 def test_a_value_of_another_type_is_named(tmp_path, name, record):
-    """Not what training writes: a number that is not finite is null there."""
+    """Training does not write such values: a number that is not finite is null there."""
     run = write_run(tmp_path, 3, evaluate_every=1)
     file = next(run.glob(f"{name}.*"), run / f"{name}.json")
     file.write_text(json.dumps(record) + "\n")
@@ -116,14 +116,14 @@ def test_charts_show_what_was_recorded(tmp_path):
     tasks = {"ruler/acc": 0.5, "ruler/acc/1024": 0.4, "a/b/acc": 0.3, "wiki/perplexity": 30.0}
     record = evaluation_record(3, 3.0, by_length={"1024": 2.5, "128": 3.0}, by_position=positions, lm_eval=tasks)
     (folder / "evaluation.jsonl").write_text(json.dumps(record))
-    found = charts([load_run(folder)])
-    (window,) = found["Context window"].data
+    figures = charts([load_run(folder)])
+    (window,) = figures["Context window"].data
     assert window.y.tolist() == [record["window"] for record in records]
-    names = [trace.name for trace in found["Validation loss"].data]
+    names = [trace.name for trace in figures["Validation loss"].data]
     assert names == [f"{folder.name}, 128 tokens", f"{folder.name}, 1,024 tokens"]
-    assert list(found["Validation loss by position"].data[0].x) == [1, 2, 4, 8, 16, 32]
-    assert [len(found[f"lm-eval: {metric}"].data) for metric in ("acc", "perplexity")] == [3, 1]
-    assert [len(found[f"Attention {name}"].data) for name in ("entropy", "sinks")] == [4, 4]
+    assert list(figures["Validation loss by position"].data[0].x) == [1, 2, 4, 8, 16, 32]
+    assert [len(figures[f"lm-eval: {metric}"].data) for metric in ("acc", "perplexity")] == [3, 1]
+    assert [len(figures[f"Attention {name}"].data) for name in ("entropy", "sinks")] == [4, 4]
     records = [step_record(step, grad_norm=900.0 if step == 1234 else 1.0) for step in range(5000)]
     run = load_run(write_records(tmp_path, records))
     extremes, means = charts([run])["Gradient norm before clipping"].data
@@ -150,14 +150,14 @@ def test_evaluations_of_a_run(tmp_path):
 def test_the_training_loss_is_smoothed_and_the_doublings_of_the_window_are_shaded(tmp_path):
     steps = [(s, 64 << min(s // 40, 2), 6 - s / 100 + s % 2) for s in range(200)]
     records = [step_record(step, window=window, lm_loss=loss) for step, window, loss in steps]
-    found = charts([load_run(write_records(tmp_path, records))])
-    assert list(found)[:3] == ["Training loss", "Context window", "Throughput"]
-    raw, smoothed = found["Training loss"].data
+    figures = charts([load_run(write_records(tmp_path, records))])
+    assert list(figures)[:3] == ["Training loss", "Context window", "Throughput"]
+    raw, smoothed = figures["Training loss"].data
     assert raw.opacity < 1
     assert np.abs(np.diff(smoothed.y[10:-10])).max() < 0.3 < np.abs(np.diff(raw.y)).min()
     assert smoothed.y[10:-10] == pytest.approx(6.5 - np.arange(10, 190) / 100, abs=0.1)
-    assert [(shape.x0, shape.x1) for shape in found["Throughput"].layout.shapes] == [(0, 40), (40, 80), (80, 200)]
-    assert [note.text for note in found["Throughput"].layout.annotations] == ["64", "128", "256"]
+    assert [(shape.x0, shape.x1) for shape in figures["Throughput"].layout.shapes] == [(0, 40), (40, 80), (80, 200)]
+    assert [note.text for note in figures["Throughput"].layout.annotations] == ["64", "128", "256"]
 
 
 def test_spans_too_narrow_to_be_seen_are_shaded_together(tmp_path):
@@ -179,9 +179,9 @@ def test_joined_stages_count_on_and_are_marked(tmp_path):
 
 def test_a_comparison_has_a_trace_and_a_column_for_each_run(tmp_path):
     runs = [write_run(tmp_path / name, 60, evaluate_every=20, weighted=name == "b") for name in ("a", "b")]
-    found = charts(load_runs(runs))
-    assert [trace.name for trace in found["Throughput"].data] == ["a", "b"]
-    assert [trace.name for trace in found["Mean score"].data] == ["b"]
+    figures = charts(load_runs(runs))
+    assert [trace.name for trace in figures["Throughput"].data] == ["a", "b"]
+    assert [trace.name for trace in figures["Mean score"].data] == ["b"]
     text = _shown(write_report(load_runs(runs), tmp_path / "compare.html"))
     assert "mean +0.0000 nats, standard deviation over steps 0.0000. One seed each" in text
     with pytest.raises(UserError, match="/a twice"):
@@ -247,8 +247,8 @@ def test_differences_are_effect_sizes_with_their_spread_over_steps(tmp_path):
         losses = common + shift + (0.02 * noise[1] if shift else 0.0)
         runs.append(write_records(tmp_path / name, [step_record(s, lm_loss=x) for s, x in enumerate(losses)]))
     last = noise[1, 180:]
-    found = pages.loss_difference(*load_runs(runs))
-    assert found == pytest.approx((-0.05 + 0.02 * last.mean(), 0.02 * last.std(ddof=1)))
+    effect = pages.loss_difference(*load_runs(runs))
+    assert effect == pytest.approx((-0.05 + 0.02 * last.mean(), 0.02 * last.std(ddof=1)))
     assert pages.loss_difference(*load_runs([runs[0], write_run(tmp_path / "short", 19)])) is None
 
 

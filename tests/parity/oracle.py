@@ -67,8 +67,9 @@ def repeat(
     model = _model(trajectory)
     _mask_layers(model, options)
     _silence_positions(model, options["no_rope_freq"])
-    optimizer, counts = _optimizer(model, options), _count_choices(model)
-    found = []
+    optimizer = _optimizer(model, options)
+    counts = _count_choices(model)
+    steps = []
     for step, rate in enumerate(learning_rates):
         batch = dict(np.load(trajectory / f"step_{step:06d}.npz"))
         if bases and options["rope_window_bases"]:
@@ -76,9 +77,9 @@ def repeat(
         seen = rules(options, window or batch["window"])
         masks = [dense_masks(batch, rule, options["document_mask"]) for rule in seen]
         optimizer.zero_grad()
-        plain, weighted, *others = _backward(model, batch, masks, options, own_weights=own_weights)
+        plain, weighted, *weighting_arrays = _backward(model, batch, masks, options, own_weights=own_weights)
         norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), options["clip_grad"]))
-        found.append((plain, weighted, norm, *others))
+        steps.append((plain, weighted, norm, *weighting_arrays))
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
@@ -86,12 +87,12 @@ def repeat(
             rise = options["moe_router_bias_update_rate"] * torch.sign(tokens.mean() - tokens)
             router.e_score_correction_bias += rise
             tokens.zero_()
-    losses, trained_on, norms, *others = map(list, zip(*found, strict=True))
-    return Repeated(losses, trained_on, norms, _weights(model), *others)
+    losses, trained_on, norms, *weighting_arrays = map(list, zip(*steps, strict=True))
+    return Repeated(losses, trained_on, norms, _weights(model), *weighting_arrays)
 
 
 def rules(options: dict[str, Any], window: int) -> list[Rule]:
-    """Of the layers that follow the schedule, then of the local ones."""
+    """Return the rule of layers that follow the schedule, then the rule of local ones."""
     local = options["local_window"] or 0  # 0: there are no local layers, and no one looks
 
     def scheduled(i: np.ndarray, j: np.ndarray) -> np.ndarray:
@@ -107,15 +108,16 @@ def rules(options: dict[str, Any], window: int) -> list[Rule]:
 def dense_masks(batch: dict[str, np.ndarray], rule: Rule, document_mask: bool) -> np.ndarray:
     """bool [B, L, L]: row b's token i sees its token j."""
     rows, length = batch["loss_mask"].shape
-    i, j = np.arange(length)[:, None], np.arange(length)[None, :]
+    i = np.arange(length)[:, None]
+    j = np.arange(length)[None, :]
     visible = rule(i, j) & (j <= i)
     if not document_mask:
         return np.broadcast_to(visible, (rows, length, length))
     ends, offsets = batch["document_ends"], batch["document_ends_offsets"]
     masks = []
     for row in range(rows):
-        mine = ends[offsets[row] : offsets[row + 1]]
-        document = np.array([np.count_nonzero(mine <= token) for token in range(length)])
+        row_ends = ends[offsets[row] : offsets[row + 1]]
+        document = np.array([np.count_nonzero(row_ends <= token) for token in range(length)])
         masks.append(visible & (document[:, None] == document[None, :]))
     return np.stack(masks)
 
@@ -199,49 +201,49 @@ def _count_choices(model: Any) -> dict[Any, torch.Tensor]:
 
 def _stacked_name(name: str) -> str:
     """The tensor of gpt-oss that holds an expert's matrix or bias; other names are unchanged."""
-    layer, marker, rest = name.partition(".mlp.experts.")
+    layer, marker, expert_name = name.partition(".mlp.experts.")
     if not marker:
         return name
-    _, matrix, kind = rest.split(".")
-    both = "down_proj" if matrix == "down_proj" else "gate_up_proj"
-    return f"{layer}{marker}{both}" + ("_bias" if kind == "bias" else "")
+    _, matrix, kind = expert_name.split(".")
+    stacked_name = "down_proj" if matrix == "down_proj" else "gate_up_proj"
+    return f"{layer}{marker}{stacked_name}" + ("_bias" if kind == "bias" else "")
 
 
 def _stacked(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The weights as gpt-oss holds them: matrices [experts, inputs, outputs], outputs of gate and up by turns."""
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     experts: dict[str, dict[tuple[int, str], torch.Tensor]] = {}
     for name, weight in weights.items():
-        if (whole := _stacked_name(name)) == name:
-            found[name] = weight
+        if (stacked_name := _stacked_name(name)) == name:
+            tensors[name] = weight
         else:
             number, matrix, _ = name.partition(".mlp.experts.")[2].split(".")
-            experts.setdefault(whole, {})[int(number), matrix] = weight.movedim(0, -1)
-    for whole, parts in experts.items():
+            experts.setdefault(stacked_name, {})[int(number), matrix] = weight.movedim(0, -1)
+    for stacked_name, parts in experts.items():
         numbers = sorted({number for number, _ in parts})
-        if "down" in whole:
-            each = [parts[number, "down_proj"] for number in numbers]
+        if "down" in stacked_name:
+            matrices = [parts[number, "down_proj"] for number in numbers]
         else:
             pairs = [[parts[number, matrix] for matrix in ("gate_proj", "up_proj")] for number in numbers]
-            each = [torch.stack(pair, dim=-1).flatten(-2) for pair in pairs]
-        found[whole] = torch.stack(each)
-    return found
+            matrices = [torch.stack(pair, dim=-1).flatten(-2) for pair in pairs]
+        tensors[stacked_name] = torch.stack(matrices)
+    return tensors
 
 
 def _unstacked(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The weights with a name for each expert."""
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, weight in weights.items():
-        layer, marker, rest = name.partition(".mlp.experts.")
+        layer, marker, stacked_name = name.partition(".mlp.experts.")
         if not marker:
-            found[name] = weight
+            tensors[name] = weight
             continue
-        kind = "bias" if rest.endswith("_bias") else "weight"
+        kind = "bias" if stacked_name.endswith("_bias") else "weight"
         for expert, part in enumerate(weight):
             gate_up = {"gate_proj": part[..., ::2], "up_proj": part[..., 1::2]}
-            for matrix, own in (gate_up if "gate_up" in rest else {"down_proj": part}).items():
-                found[f"{layer}{marker}{expert}.{matrix}.{kind}"] = own.movedim(-1, 0)
-    return found
+            for matrix, matrix_weight in (gate_up if "gate_up" in stacked_name else {"down_proj": part}).items():
+                tensors[f"{layer}{marker}{expert}.{matrix}.{kind}"] = matrix_weight.movedim(-1, 0)
+    return tensors
 
 
 def _optimizer(model: Any, options: dict[str, Any]) -> torch.optim.AdamW:
@@ -263,10 +265,14 @@ def _backward(
     Returned with the weights and short-context losses [B, L] of its tokens, and the mean over rows of the experts'
     balancing loss, whose gradients are there too.
     """
-    plain, weighted, balance, count = 0.0, 0.0, 0.0, int(batch["loss_mask"].sum())
-    given = batch.get("weights", np.ones(batch["loss_mask"].shape, dtype=np.float32))
-    token_weights, short_losses = given.copy(), np.full(given.shape, np.nan, dtype=np.float32)
-    divisor = float(given.sum()) if options["weighting"]["loss_denominator"] == "weights" else count
+    plain = 0.0
+    weighted = 0.0
+    balance = 0.0
+    count = int(batch["loss_mask"].sum())
+    batch_weights = batch.get("weights", np.ones(batch["loss_mask"].shape, dtype=np.float32))
+    token_weights = batch_weights.copy()
+    short_losses = np.full(batch_weights.shape, np.nan, dtype=np.float32)
+    divisor = float(batch_weights.sum()) if options["weighting"]["loss_denominator"] == "weights" else count
     visible = np.stack(masks, axis=1)
     for number, (tokens, mask, sees) in enumerate(zip(batch["tokens"], batch["loss_mask"], visible, strict=True)):
         row, trained = torch.from_numpy(tokens), torch.from_numpy(mask)
@@ -274,15 +280,17 @@ def _backward(
         sigmoid = model.config.model_type in ("dots1", "deepseek_v3")
         uneven = torch.zeros(())
         if routers:
-            uneven = _balance(routers, model.config.num_experts_per_tok, sigmoid=sigmoid) / len(given)
-        weights = torch.from_numpy(given[number]).to(losses.dtype)
+            uneven = _balance(routers, model.config.num_experts_per_tok, sigmoid=sigmoid) / len(batch_weights)
+        weights = torch.from_numpy(batch_weights[number]).to(losses.dtype)
         if own_weights:
             weights, short = _dense_weights(model, row, trained, sees, losses.detach(), options["weighting"])
-            token_weights[number], short_losses[number] = (weights * trained).numpy(), short.numpy()
+            token_weights[number] = (weights * trained).numpy()
+            short_losses[number] = short.numpy()
         share = (weights * losses + options["z_loss"] * partition**2)[trained].sum() / divisor
         (share + options["moe_aux_loss_coeff"] * uneven).backward()
         balance += uneven.item()
-        plain, weighted = plain + losses[trained].sum().item() / count, weighted + share.item()
+        plain = plain + losses[trained].sum().item() / count
+        weighted = weighted + share.item()
     return plain, weighted, token_weights, short_losses, balance
 
 
@@ -311,8 +319,9 @@ def _losses(
     positions = torch.arange(len(row) - 1)[None]
     routed = {"output_router_logits": True} if hasattr(model.config, "num_experts_per_tok") else {}
     # transformers would make its own balancing loss of a mask for whole rows
-    found = model.model(input_ids=row[None, :-1], attention_mask=additive[None], position_ids=positions, **routed)
-    logits, routers = model.lm_head(found.last_hidden_state)[0], found.router_logits if routed else ()
+    outputs = model.model(input_ids=row[None, :-1], attention_mask=additive[None], position_ids=positions, **routed)
+    logits = model.lm_head(outputs.last_hidden_state)[0]
+    routers = outputs.router_logits if routed else ()
     return torch.nn.functional.cross_entropy(logits, row[1:], reduction="none"), logits.logsumexp(dim=1), routers
 
 
@@ -325,17 +334,18 @@ def _dense_weights(
     assert (options["weight_score"], options["weight_post"]) == ("abs", "dense")
     n = options["short_context"]
     s = options["short_stride"] or n * 3 // 4
-    scores, length = torch.zeros(len(long), dtype=torch.float64), len(long)
-    found = torch.full_like(long, torch.nan)
+    scores = torch.zeros(len(long), dtype=torch.float64)
+    length = len(long)
+    short_losses = torch.full_like(long, torch.nan)
     for start in range(s, length - n + s, s):
         end = min(start + n, length)
         short, _, _ = _losses(model, row[start : end + 1], sees[:, start:end, start:end])
         for token in range(start + n - s, end):
             if sees[:, token, :start].any():  # else both contexts are the same
                 scores[token] = abs(short[token - start].double() - long[token].double())
-                found[token] = short[token - start]
+                short_losses[token] = short[token - start]
     scores[~trained] = 0
     if not scores.any():
-        return torch.ones_like(long), found
+        return torch.ones_like(long), short_losses
     strength = options["strength"]
-    return (strength + (1 - strength) * int(trained.sum()) * scores / scores.sum()).to(long.dtype), found
+    return (strength + (1 - strength) * int(trained.sum()) * scores / scores.sum()).to(long.dtype), short_losses

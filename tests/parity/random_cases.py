@@ -29,7 +29,8 @@ from megatron_ext.schedule import ScheduleKind
 from megatron_ext.token_weighting.store import ScoreStore, StoreIdentity
 from tests.theirs import write_theirs
 
-STEPS, SAVED_AT = 4, 2
+STEPS = 4
+SAVED_AT = 2
 TOKEN_IDS = 57  # that the data holds; the vocabulary may have more
 LENGTHS = (64, 72, 96, 120, 128, 132)
 DOCUMENTS = {  # the data sets and the lengths of their documents
@@ -82,9 +83,9 @@ def draw_case(seed: int) -> RandomCase:
     def valid(draw: Callable[[], Run]) -> Run:
         nonlocal rejected
         for _ in range(_ATTEMPTS):
-            found = draw()
-            if not list(mistakes(found.config, found.processes)):
-                return found
+            run = draw()
+            if not list(mistakes(run.config, run.processes)):
+                return run
             rejected += 1
         raise AssertionError(f"seed {seed}: nothing valid in {_ATTEMPTS} draws")
 
@@ -132,29 +133,32 @@ LATENT |= {"qk_pos_emb_head_dim": (4, 8), "v_head_dim": (4, 6, 8)}
 
 def _deepseek(run: Run, chance: random.Random) -> Run:
     """Give some runs latent attention, DeepSeek's experts, or inputs on the host, if these fit the other options."""
-    found, latent = run, chance.random() < 0.2
+    changed = run
+    latent = chance.random() < 0.2
     if latent or chance.random() < 0.1:
         plain = replace(run.config.model, **PLAIN, qk_layernorm=not latent)
         if latent:
             sizes = {name: chance.choice(values) for name, values in LATENT.items()}
             groups = plain.num_attention_heads
             plain = replace(plain, multi_latent_attention=True, num_query_groups=groups, kv_channels=None, **sizes)
-            found = _if_valid(found, model=plain)
+            changed = _if_valid(changed, model=plain)
         if not (run.config.training.bf16 or (latent and chance.random() >= 0.5)):  # in bf16 tokens change their experts
             width = chance.choice((20, 24))
             sizes = {"moe_ffn_hidden_size": width, "moe_shared_expert_intermediate_size": width * chance.choice((1, 2))}
             sizes |= {"moe_layer_freq": chance.choice(((), (0, *[1] * (plain.num_layers - 1))))}
             experts = replace(plain, **EXPERTS, **sizes)
-            parallel, size = run.config.parallel, chance.choice((1, 2))
+            parallel = run.config.parallel
+            size = chance.choice((1, 2))
             sequence = parallel.tensor_model_parallel_size > 1
             parallel = replace(parallel, expert_model_parallel_size=size, sequence_parallel=sequence)
-            found = _if_valid(found, model=experts, parallel=parallel)
-    return _if_valid(found, parallel=replace(found.config.parallel, offload_layer_inputs=chance.random() < 0.5))
+            changed = _if_valid(changed, model=experts, parallel=parallel)
+    return _if_valid(changed, parallel=replace(changed.config.parallel, offload_layer_inputs=chance.random() < 0.5))
 
 
 def _uneven(run: Run, chance: random.Random) -> Run:
     """Unequal pipeline stages in half of the cases with stages, if these fit the other options."""
-    parallel, layers = run.config.parallel, run.config.model.num_layers
+    parallel = run.config.parallel
+    layers = run.config.model.num_layers
     if parallel.pipeline_model_parallel_size == 1 or chance.random() < 0.5:
         return run
     count = parallel.pipeline_model_parallel_size * chance.choice((1, 2))
@@ -192,7 +196,8 @@ def _parallel(chance: random.Random, processes: int, layers: int) -> ParallelCon
     tp, pp, cp = chance.choice([size for size in sizes if processes % math.prod(size) == 0])  # the rest: data-parallel
     stage = max(layers // pp, 1)
     interleaved = pp > 1 and stage > 1 and chance.random() < 0.7
-    distributed, overlap = chance.choice((True, True, False, None)), chance.choice((True, False, None))
+    distributed = chance.choice((True, True, False, None))
+    overlap = chance.choice((True, False, None))
     recompute = _any(chance, ParallelConfig, "recompute_granularity")
     modules = [module for module in get_args(RecomputeModule) if chance.random() < 0.6]
     return ParallelConfig(
@@ -277,11 +282,11 @@ def _data(chance: random.Random) -> DataConfig:
         (name,) = chance.sample(names, 1)
         source |= {"data_path": ("mixed",) if name == "mixed" else ("0.3", name, "0.7", "mixed")}
     else:
-        other = chance.choice((None, length // 2))
-        one = MixturePart(chance.choice(names), 0.4, "one", packing, _packing_options(packing))
-        two = MixturePart(chance.choice(names), 0.6, "two", length=other)
-        alike = replace(one, weight=0.6, name="two") == two  # one data set, packed alike
-        source = {"mixture": (one,) if alike else (one, two)}
+        length_of_second = chance.choice((None, length // 2))
+        first_part = MixturePart(chance.choice(names), 0.4, "one", packing, _packing_options(packing))
+        second_part = MixturePart(chance.choice(names), 0.6, "two", length=length_of_second)
+        alike = replace(first_part, weight=0.6, name="two") == second_part  # one data set, packed alike
+        source = {"mixture": (first_part,) if alike else (first_part, second_part)}
     return DataConfig(
         **source,
         split=chance.choice(("60,40,0", "70,30,0")),
@@ -295,7 +300,7 @@ def _data(chance: random.Random) -> DataConfig:
 
 
 def _packing_options(packing: str) -> tuple[str, ...]:
-    """Those that suit documents as short as these."""
+    """Return options that suit documents as short as these."""
     options = {"upsample_long": ("threshold=100", "factor=2"), "decomposition": ("shortest=4", "cycles=2")}
     return options.get(packing, ("first_tokens=20",) if packing == "bm25" else ())
 
@@ -407,7 +412,8 @@ def prepare(config: Config) -> None:
     plain = replace(config, weighting=WeightingConfig())
     for number in (0, 1) if config.training.eval_interval else (0,):
         for split in splits(plain, config.model.vocab_size, number):
-            key, prefix = split.plan_key(), split.part.prefix
+            key = split.plan_key()
+            prefix = split.part.prefix
             if key.policy != "random" and not plan_folder(prefix, key).exists():
                 rows = split.source, split.documents, split.length, split.seed
                 save_plan(build_plan(key.policy, *rows, split.part.options), prefix)

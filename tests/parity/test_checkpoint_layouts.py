@@ -21,7 +21,9 @@ from tests.parity.test_layouts import (
 )
 from tests.runs import Launched, RunResult, relative
 
-SAVED, STEPS, TOLERANCE = 3, 8, 1e-5
+SAVED = 3
+STEPS = 8
+TOLERANCE = 1e-5
 COMMON = f"""--seq-length 64 --lr-warmup-iters 2 --lr-decay-iters {STEPS} --window-start 7 --window-rate 9
     --document-mask --eod-mask-loss""".split()
 LAYOUTS = {
@@ -89,7 +91,8 @@ def test_the_next_losses_are_those_of_the_run_that_went_on(launched: Launched, s
 def test_experts_and_their_biases_go_on(launched: Launched, source: str, target: str) -> None:
     """Biases bit for bit, in float32: they are sums of steps of one size. Alone in bf16."""
     flags = (*DOTS1.split(), *(["--bf16"] if source == target else []))
-    whole, run = trained(launched, "1", STEPS, *flags), resumed(launched, source, target, *flags)
+    whole = trained(launched, "1", STEPS, *flags)
+    run = resumed(launched, source, target, *flags)
     assert apart(run, whole) <= TOLERANCE
     assert biases(run).dtype == torch.float32
     assert torch.equal(biases(run), biases(whole))

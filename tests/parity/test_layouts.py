@@ -111,7 +111,7 @@ def assert_same_training(run: RunResult, reference: RunResult, layout: Layout) -
     measured = [key for key in ("lm_loss", "train_loss", "grad_norm", "moe_aux_loss") if key in reference.metrics[0]]
     errors = {key: relative(run.series(key), reference.series(key)) for key in measured}
     errors["weights"], worst = weight_error(run.weights("final"), reference.weights("final"))
-    validations = ([list(record["by_length"].values()) for record in one.evaluations] for one in (run, reference))
+    validations = ([list(record["by_length"].values()) for record in result.evaluations] for result in (run, reference))
     errors["validation"] = relative(*validations)
     print(", ".join(f"{key} {error:.1e}" for key, error in errors.items()), worst)
     for key in ("step", "consumed_samples", "window", "segments", "effective_context", "denominator", "learning_rate"):
@@ -124,15 +124,15 @@ def assert_same_training(run: RunResult, reference: RunResult, layout: Layout) -
 
 
 def assert_same_attention(run: RunResult, reference: RunResult) -> None:
-    """What the first micro-batch of every other step attended to, layer by layer; a sink is a matter of a limit."""
+    """Compare the first micro-batch of every other step, layer by layer; a sink is a matter of a limit."""
     measured = [record for record in run.metrics if "attention_entropy" in record]
-    theirs = [record for record in reference.metrics if "attention_entropy" in record]
+    expected_records = [record for record in reference.metrics if "attention_entropy" in record]
     assert [record["step"] for record in measured] == [0, 2, 4]
-    for ours, other in zip(measured, theirs, strict=True):
+    for actual, expected in zip(measured, expected_records, strict=True):
         for name in ("entropy", "s_max", "s_max_scaled", "distance"):
-            assert relative(ours[f"attention_{name}"], other[f"attention_{name}"]) <= TOLERANCE, name
+            assert relative(actual[f"attention_{name}"], expected[f"attention_{name}"]) <= TOLERANCE, name
         for name in ("sink_share", "sink_pairs"):
-            assert ours[f"attention_{name}"] == pytest.approx(other[f"attention_{name}"], abs=1e-2), name
+            assert actual[f"attention_{name}"] == pytest.approx(expected[f"attention_{name}"], abs=1e-2), name
 
 
 def assert_same_rows(run: RunResult, reference: RunResult) -> None:
@@ -141,12 +141,12 @@ def assert_same_rows(run: RunResult, reference: RunResult) -> None:
     assert sorted(file.name for file in run.trajectory.glob("step_*.npz")) == steps
     assert len(steps) == STEPS
     for name in steps:
-        ours, theirs = np.load(run.trajectory / name), np.load(reference.trajectory / name)
-        for key in theirs:
+        actual, expected = np.load(run.trajectory / name), np.load(reference.trajectory / name)
+        for key in expected:
             rounding = 1e-4 if key in ("weights", "short_loss") else 0.0  # made of losses
             if key == "weights":  # also of each other, in a row: those of one token are up to 30
-                rounding = max(rounding, 1e-5 * float(theirs[key].max()))
-            np.testing.assert_allclose(ours[key], theirs[key], rtol=0, atol=rounding, err_msg=f"{name}: {key}")
+                rounding = max(rounding, 1e-5 * float(expected[key].max()))
+            np.testing.assert_allclose(actual[key], expected[key], rtol=0, atol=rounding, err_msg=f"{name}: {key}")
 
 
 def assert_window_is_used(run: RunResult) -> None:
@@ -163,8 +163,8 @@ def test_the_references_differ_by_the_window_alone(launched: Launched) -> None:
     assert weight_error(linear.weights("initial"), constant.weights("initial"))[0] == 0
     assert linear.series("learning_rate") == constant.series("learning_rate")
     for step in range(STEPS):
-        ours, theirs = (np.load(run.trajectory / f"step_{step:06d}.npz") for run in (linear, constant))
-        np.testing.assert_array_equal(ours["tokens"], theirs["tokens"])
+        linear_rows, constant_rows = (np.load(run.trajectory / f"step_{step:06d}.npz") for run in (linear, constant))
+        np.testing.assert_array_equal(linear_rows["tokens"], constant_rows["tokens"])
     for key in ("lm_loss", "grad_norm"):
         assert relative(linear.series(key)[:1], constant.series(key)[:1]) > 10 * TOLERANCE, key
     assert len(set(linear.series("denominator"))) > 1
@@ -173,7 +173,8 @@ def test_the_references_differ_by_the_window_alone(launched: Launched) -> None:
 @pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_a_layout_trains_the_same_model(launched: Launched, name: str) -> None:
     layout = (FAST | SLOW)[name]
-    run, reference = trained(launched, layout), trained(launched, Layout("", 1, layout.model))
+    run = trained(launched, layout)
+    reference = trained(launched, Layout("", 1, layout.model))
     assert_same_rows(run, reference)
     assert_same_training(run, reference, layout)
     assert_window_is_used(run)

@@ -23,7 +23,8 @@ try:
 except UserError as missing:
     pytest.skip(str(missing), allow_module_level=True)
 
-STEPS, SAVED = 20, 8
+STEPS = 20
+SAVED = 8
 COMMON = f"""--optimizer muon --muon-extra-scale-factor 0.2 --lr 2e-3 --min-lr 2e-4 --lr-warmup-iters 2 --clip-grad 0.5
     --lr-decay-iters {STEPS} --seq-length 64 --window-start 7 --window-rate 5 --document-mask""".split()
 FP32 = "--muon-fp32-matmul-prec highest"
@@ -56,14 +57,14 @@ def test_a_layout_trains_the_same_model(launched: Launched, name: str, precision
     errors["weights"], worst = weight_error(run.weights("final"), reference.weights("final"))
     assert run.series("grad_norm")[0] > 0.5  # gradients are clipped
     rounding = 2e-3 if layout.model == "--bf16" else 1e-6 if precision else 2e-3 if layout.model == MIXTRAL else 1e-4
-    # Adam's steps of an embedding with nearly no gradient are those of its rounding
+    # Adam's steps of an embedding with nearly no gradient follow its rounding
     limits = {"lm_loss": rounding, "grad_norm": 10 * rounding, "weights": 100 * rounding}
     assert all(errors[key] <= limit for key, limit in limits.items()), (errors, worst)
 
 
 @pytest.mark.parametrize("flags", slow_but([""], ["", TP2]))
 def test_the_first_update_is_orthogonal_matrix_by_matrix(launched: Launched, flags: str) -> None:
-    """Of queries, keys and values apart, which Megatron holds interleaved by group, and of gate and up together."""
+    """Queries, keys and values, which Megatron interleaves by group, and gate and up together, are matrices apart."""
 
     def added(more: str, *names: str) -> list[float]:
         """The singular values of what the first step adds, over the factor of its length: all but the outer tenths."""
@@ -90,7 +91,7 @@ CONTINUED += [("mixtral ep2", "mixtral tp2 sp ep2", f"{MIXTRAL} {FP32}")]
 
 @pytest.mark.parametrize(("source", "target", "flags"), slow_but(CONTINUED[:1], CONTINUED))
 def test_a_run_continues_under_another_layout(launched: Launched, source: str, target: str, flags: str) -> None:
-    """Under the same layout bit for bit, under another one to rounding."""
+    """It is equal bit for bit under the same layout, and to rounding under another one."""
     begun = trained(launched, f"{LAYOUTS[source].flags} {flags}", LAYOUTS[source].processes, SAVED)
     whole, resumed = (
         trained(launched, f"{LAYOUTS[target].flags} {flags} {more}", LAYOUTS[target].processes)
@@ -111,5 +112,7 @@ def test_states_are_saved_under_their_own_names(launched: Launched, flags: str) 
     expected = {f"momentum_buffer.{name}" for name in matrices}
     expected |= {f"{moment}.{name}" for moment in ("exp_avg", "exp_avg_sq") for name in weights - matrices}
     expected |= {f"fp32_param.{name}" for name in weights} if "--bf16" in flags else set()
-    assert {name for name in shapes if name.startswith("optimizer.")} == {f"optimizer.state.{one}" for one in expected}
+    assert {name for name in shapes if name.startswith("optimizer.")} == {
+        f"optimizer.state.{state}" for state in expected
+    }
     assert json.loads((folder / "manifest.json").read_text())["optimizer"] == {"step": SAVED}

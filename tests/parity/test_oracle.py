@@ -80,7 +80,8 @@ def assert_dump_is_true(run: RunResult, data: SmallData, length: int, flags: str
     assert ends_seen > 50
 
 
-YARN, LOCAL = layouts.YARN, "--local-window 20 --window-attn-skip-freq 2"
+YARN = layouts.YARN
+LOCAL = "--local-window 20 --window-attn-skip-freq 2"
 UNFROZEN = "--token-weighting unfrozen --short-context 32"
 INSIDE = f"--document-mask --eod-mask-loss {UNFROZEN}"
 DECAY = "--weight-decay-all --weight-decay 0.5"
@@ -122,12 +123,12 @@ def test_an_outsider_repeats_the_run(small_data: SmallData, tmp_path: Path, name
 
     if weighted and not dumped:  # the weights matter, and are not those of another lambda
         assert relative(run.series("train_loss"), run.series("lm_loss")) > 10 * TOLERANCE
-        own = repeat(run.trajectory, rates, own_weights=True)
-        assert_repeated(run, own)
+        repeated = repeat(run.trajectory, rates, own_weights=True)
+        assert_repeated(run, repeated)
         for step in range(STEPS):
             batch = np.load(run.trajectory / f"step_{step:06d}.npz")
-            np.testing.assert_allclose(batch["weights"], own.token_weights[step], rtol=0, atol=1e-3)
-            np.testing.assert_allclose(batch["short_loss"], own.short_losses[step], rtol=0, atol=1e-4)
+            np.testing.assert_allclose(batch["weights"], repeated.token_weights[step], rtol=0, atol=1e-3)
+            np.testing.assert_allclose(batch["short_loss"], repeated.short_losses[step], rtol=0, atol=1e-4)
         assert np.isnan(batch["short_loss"][:, :32]).all()
         assert np.isfinite(batch["short_loss"]).any()
 
@@ -174,12 +175,12 @@ def test_bases_that_follow_the_window(small_data: SmallData, tmp_path: Path, pro
 @pytest.mark.slow
 def test_evaluation_takes_the_base_that_was_trained_with(small_data: SmallData, tmp_path: Path) -> None:
     """Stopped at a window whose base is 100, the model is evaluated as one whose base has always been 100."""
-    same = [*small_data.flags, *WINDOWS, "--window-rate", "4", "--eval-interval", "4", "--eval-iters", "1"]
-    table, plain, other = (
-        launch([*same, "--rotary-base", base, *more], 1, tmp_path / str(number))
+    flags = [*small_data.flags, *WINDOWS, "--window-rate", "4", "--eval-interval", "4", "--eval-iters", "1"]
+    table, plain, larger_base = (
+        launch([*flags, "--rotary-base", base, *more], 1, tmp_path / str(number))
         for number, (base, *more) in enumerate([("5000", "--rope-window-bases", "60:100"), ("100",), ("5000",)])
     )
     assert max(table.series("window")) <= 60
-    losses = [[record["valid_loss"] for record in run.evaluations] for run in (table, plain, other)]
+    losses = [[record["valid_loss"] for record in run.evaluations] for run in (table, plain, larger_base)]
     assert losses[0] == losses[1]
     assert losses[0] != losses[2]

@@ -17,7 +17,8 @@ from tests.launcher import Commands, Running
 from tests.parity.random_cases import SAVED_AT, STEPS, RandomCase, Run, draw_case, prepare, write_data
 from tests.runs import RunResult, relative, weight_error
 
-QUICK, ALL = 2, 100
+QUICK = 2
+ALL = 100
 TIMEOUT_S = 120
 TRAINER = "tests/parity/small_buckets.py"
 EXACT = ("step", "consumed_samples", "consumed_tokens", "window", "learning_rate", "segments", "skipped")
@@ -47,10 +48,10 @@ AMPLIFIED: dict[int, dict[str, float]] = {
 
 
 def seeds() -> list[Any]:
-    """The quick seeds, the slow ones, or those of RANDOM_SEEDS."""
-    asked = os.environ.get("RANDOM_SEEDS")
-    if asked is not None:
-        borders = [[int(number) for number in part.split("-")] for part in asked.split(",")]
+    """Return the quick and the slow seeds, or the seeds of RANDOM_SEEDS."""
+    seed_ranges = os.environ.get("RANDOM_SEEDS")
+    if seed_ranges is not None:
+        borders = [[int(number) for number in part.split("-")] for part in seed_ranges.split(",")]
         numbers = [seed for part in borders for seed in range(part[0], part[-1] + 1)]
         return [pytest.param(seed, id=f"seed{seed:04d}") for seed in numbers]
     marks = {seed: pytest.mark.slow if seed >= QUICK else () for seed in range(ALL)}
@@ -80,32 +81,36 @@ def finish(running: Running, run: Run, name: str) -> RunResult:
 
 
 def errors(ours: RunResult, theirs: RunResult, first_step: int = 0) -> dict[str, float]:
-    """How far two runs are apart, from a step on; what must be equal is."""
+    """Return how far two runs are apart, from a step on; what must be equal is."""
     for key in EXACT:
         assert ours.series(key) == theirs.series(key)[first_step:], key
     assert ours.series("step") == list(range(first_step, STEPS))
-    found = {}
+    differences = {}
     for key in (key for key in CLOSE if key in theirs.metrics[0]):
-        found[key] = relative(ours.series(key), theirs.series(key)[first_step:], least=1.0 if key in SMALL else 0.0)
+        differences[key] = relative(
+            ours.series(key), theirs.series(key)[first_step:], least=1.0 if key in SMALL else 0.0
+        )
     evaluations = [record for record in theirs.evaluations if record["step"] > first_step or not first_step]
     assert len(ours.evaluations) == len(evaluations)
-    for mine, other in zip(ours.evaluations, evaluations, strict=True):
+    for evaluation, expected in zip(ours.evaluations, evaluations, strict=True):
         for kind in ("by_length", "by_position"):
-            assert mine[kind].keys() == other[kind].keys()
-            one = [np.nan if value is None else value for value in mine[kind].values()]
-            two = [np.nan if value is None else value for value in other[kind].values()]
-            assert np.array_equal(np.isnan(one), np.isnan(two))
-            found[kind] = max(found.get(kind, 0.0), relative(np.nan_to_num(one), np.nan_to_num(two)))
-    found["moved"] = moved(ours, theirs)
-    found["weights"], worst = weight_error(ours.weights("final"), theirs.weights("final"))
-    print({key: f"{value:.1e}" for key, value in found.items()}, worst)
-    return found
+            assert evaluation[kind].keys() == expected[kind].keys()
+            actual_values = [np.nan if value is None else value for value in evaluation[kind].values()]
+            expected_values = [np.nan if value is None else value for value in expected[kind].values()]
+            assert np.array_equal(np.isnan(actual_values), np.isnan(expected_values))
+            differences[kind] = max(
+                differences.get(kind, 0.0), relative(np.nan_to_num(actual_values), np.nan_to_num(expected_values))
+            )
+    differences["moved"] = moved(ours, theirs)
+    differences["weights"], worst = weight_error(ours.weights("final"), theirs.weights("final"))
+    print({key: f"{value:.1e}" for key, value in differences.items()}, worst)
+    return differences
 
 
 def moved(ours: RunResult, theirs: RunResult) -> float:
-    """How far two final models are apart, by the way that training has moved them."""
+    """Return how far two final models are apart, by the way that training has moved them."""
     a, b, start = ours.weights("final"), theirs.weights("final"), theirs.weights("initial")
-    apart, way = (np.sqrt(sum(np.square(b[name] - other[name]).sum() for name in b)) for other in (a, start))
+    apart, way = (np.sqrt(sum(np.square(b[name] - weights[name]).sum() for name in b)) for weights in (a, start))
     return float(apart / way) if apart else 0.0
 
 
@@ -122,9 +127,9 @@ def tolerance(key: str, config: Config) -> float:
 
 
 def assert_same(case: RandomCase, ours: RunResult, theirs: RunResult, config: Config, first_step: int = 0) -> None:
-    found = errors(ours, theirs, first_step)
-    allowed = {key: tolerance(key, config) for key in found} | AMPLIFIED.get(case.seed, {})
-    wrong = {key: error for key, error in found.items() if not error <= allowed[key]}
+    differences = errors(ours, theirs, first_step)
+    allowed = {key: tolerance(key, config) for key in differences} | AMPLIFIED.get(case.seed, {})
+    wrong = {key: error for key, error in differences.items() if not error <= allowed[key]}
     assert not wrong, f"seed {case.seed}, {ours.folder.absolute()}.yaml: {wrong}"
 
 

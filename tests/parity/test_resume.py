@@ -42,7 +42,8 @@ def test_stopped_and_resumed(small_data: SmallData, tmp_path: Path) -> None:
     # starts the run and continues it
     command = [*flags, "--load", folder, "--load-if-present", "--dump-trajectory", folder / "trajectory"]
     for number, to_torchrun in ((signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGTERM, True)):
-        since, loaded = time.time(), max(saved_steps(folder), default=0)
+        since = time.time()
+        loaded = max(saved_steps(folder), default=0)
         process = start(command, 2, folder)
         wait_for_steps(process, folder, since, loaded + 2)
         (process.agent if to_torchrun else process.workers()[-1]).send_signal(number)

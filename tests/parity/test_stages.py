@@ -93,12 +93,12 @@ def test_a_stage_ends_with_its_last_evaluation(alone: Commands, small_data: Smal
 def test_what_a_later_stage_needs(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
     """It is looked at before the first stage."""
     run = tmp_path / "run"
-    for long, said in (
+    for long, message in (
         ({"data": {"mixture": [{"prefix": str(small_data.prefix), "packing": "best_fit"}]}}, "has no best_fit plan"),
         ({"model": {"num_layers": 3}}, "num_layers: got 3; init_from"),
     ):
         flags = written(tmp_path / "run.yaml", small_data, [], **long)
-        assert said in refused_command(alone, TRAINER, *flags, "--save", run)
+        assert message in refused_command(alone, TRAINER, *flags, "--save", run)
         assert not run.exists()
 
 
@@ -121,9 +121,9 @@ def test_rows_are_not_taken_twice(alone: Commands, small_data: SmallData, tmp_pa
 
 @pytest.mark.slow
 def test_stopped_inside_the_second_stage(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
-    """And continued by one process. The first two also build both stages' groups, one after the other."""
-    many = {"data": {"seq_length": 128}, "training": {"train_iters": 40}}
-    flags = written(tmp_path / "run.yaml", small_data, ["optimizer"], **many)
+    """One process continues it. The first two also build both stages' groups, one after the other."""
+    options = {"data": {"seq_length": 128}, "training": {"train_iters": 40}}
+    flags = written(tmp_path / "run.yaml", small_data, ["optimizer"], **options)
     alone.run(TRAINER, *flags, "--save", tmp_path / "whole")
     run = tmp_path / "parts"
     resuming = [*flags[2:], "--load", run, "--load-if-present"]
@@ -135,7 +135,8 @@ def test_stopped_inside_the_second_stage(alone: Commands, small_data: SmallData,
     done = len(read_jsonl(run / "long/metrics.jsonl"))
     assert 5 <= done < 40
     alone.run(TRAINER, "--config", flags[1], *resuming, "--save", run)
-    ours, theirs = trace(run), trace(tmp_path / "whole")
-    assert [record["step"] for record in ours] == [record["step"] for record in theirs]
+    stopped = trace(run)
+    uninterrupted = trace(tmp_path / "whole")
+    assert [record["step"] for record in stopped] == [record["step"] for record in uninterrupted]
     for key in ("lm_loss", "grad_norm"):
-        assert relative([record[key] for record in ours], [record[key] for record in theirs]) < 1e-4, key
+        assert relative([record[key] for record in stopped], [record[key] for record in uninterrupted]) < 1e-4, key

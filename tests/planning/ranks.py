@@ -20,7 +20,9 @@ class RankWork:
 
 def rank_work(config: Config, load: AttentionLoad, gpus: int, vocab_size: int, *, head: bool) -> RankWork:
     """Count a rank's work; `head`: its pipeline stage is the last one."""
-    layer, parallel, data = layer_work(config, load), config.parallel, config.data
+    layer = layer_work(config, load)
+    parallel = config.parallel
+    data = config.data
     flops = layer.products.times(3) + layer.expert_products.times(3) + layer.attention.times(3.5)
     t = data.micro_batch_size * data.seq_length / parallel.context_parallel_size / parallel.tensor_model_parallel_size
     outputs = 8 * config.model.hidden_size * vocab_size * t if head else 0.0  # backward recomputes the logits
@@ -41,7 +43,8 @@ def fullest_stage(config: Config, world_size: int, vocab_size: int) -> int:
 
 def fullest_rank(config: Config, world_size: int, vocab_size: int) -> int:
     """The lowest rank of those that need most under the widest window."""
-    stage, parallel = fullest_stage(config, world_size, vocab_size), config.parallel
+    stage = fullest_stage(config, world_size, vocab_size)
+    parallel = config.parallel
     totals = [memory.total for memory in rank_memories(config, world_size, vocab_size, stage)]
     first = stage * (world_size // parallel.pipeline_model_parallel_size)
     return first + totals.index(max(totals)) * parallel.tensor_model_parallel_size

@@ -35,5 +35,5 @@ class Recipe:
 @cache
 def known() -> dict[str, Recipe]:
     """Every recipe by its name; reading them takes seconds, so not while tests are collected."""
-    found = [Recipe(ROOT / path, facts) for path, facts in recipes()]
-    return {recipe.name: recipe for recipe in found}
+    all_recipes = [Recipe(ROOT / path, facts) for path, facts in recipes()]
+    return {recipe.name: recipe for recipe in all_recipes}

@@ -63,10 +63,11 @@ def test_a_separate_validation_set_is_opened_part_by_part(run: Run, small_data: 
     """It may have fewer parts than training."""
     for file in small_data.prefix.parent.glob(f"{small_data.prefix.name}.*"):
         (tmp_path / file.name).symlink_to(file)
-    other = tmp_path / small_data.prefix.name
-    mixture = ["--data-path", 1, small_data.prefix, 2, other, "--tokenizer-model", small_data.tokenizer]
+    second_part = tmp_path / small_data.prefix.name
+    mixture = ["--data-path", 1, small_data.prefix, 2, second_part, "--tokenizer-model", small_data.tokenizer]
     flags = [*SMALL, *mixture, "--eval-interval", 10, "--valid-data-path"]
-    done, absent = run(*flags, small_data.prefix), run(*flags, "/no/such")
+    done = run(*flags, small_data.prefix)
+    absent = run(*flags, "/no/such")
     assert (done.status, absent.status, done.stderr, absent.stderr) == (0, 0, "", "")
     assert "missing" not in done.stdout
     assert "data: /no/such.idx does not exist" in absent.stdout
@@ -77,7 +78,8 @@ NOWHERE = ["--data-path", "/no/such", "--tokenizer-model", "none", "--vocab-size
 
 def test_what_is_not_there(run: Run) -> None:
     flags = [*NOWHERE, "--init-from", "/no/such", "--token-weighting", "frozen", "--score-store", "/no/such"]
-    lenient, strict = run(*SMALL, *flags), run(*SMALL, "strict", *flags)
+    lenient = run(*SMALL, *flags)
+    strict = run(*SMALL, "strict", *flags)
     assert (lenient.status, lenient.stderr) == (0, "")
     assert strict.status == 2
     assert strict.stdout == lenient.stdout
@@ -89,13 +91,13 @@ def test_what_is_not_there(run: Run) -> None:
 
 
 def test_what_training_would_refuse(run: Run, small_data: SmallData, tmp_path: Path) -> None:
-    """Where both sides are here, without `strict` too."""
+    """Inputs that are on this machine are compared without `strict` too."""
     write_model(tmp_path / "model", "llama", vocab_size=VOCABULARY, num_hidden_layers=1)
     (tmp_path / "run/checkpoints/iter_0000003").mkdir(parents=True)
     (tmp_path / "store").mkdir()
     (tmp_path / "store/zarr.json").write_text("{}")
     frozen = ["--token-weighting", "frozen", "--score-store", tmp_path / "store"]
-    for flags, said in [
+    for flags, message in [
         (["--tokenizer-model", "bytes", "--vocab-size", 1024], f"{small_data.prefix} was made with another tokenizer"),
         (["--init-from", tmp_path / "model"], "num_layers: got "),
         (["--save", tmp_path / "run"], f"save: got {tmp_path}/run, which holds the checkpoints of another run"),
@@ -104,4 +106,4 @@ def test_what_training_would_refuse(run: Run, small_data: SmallData, tmp_path: P
     ]:
         done = run(*SMALL, *small_data.flags, *flags)
         assert (done.status, done.stderr.count("\n")) == (2, 1), done.stderr
-        assert said in done.stderr
+        assert message in done.stderr

@@ -28,7 +28,8 @@ def test_against_the_formula_step_by_step():
 
 
 def test_long_runs_and_short_ones_are_summed_alike() -> None:
-    model, steps = ModelConfig(vocab_size=512), 3000
+    model = ModelConfig(vocab_size=512)
+    steps = 3000
     for kind in ScheduleKind:
         cycles = 1.5 if kind is ScheduleKind.CYCLIC_GRADUAL else 2
         schedule = build_schedule(kind, start=5, end=300, rate=0.29, round_to=16, cycles=cycles, switch_step=7)
@@ -51,7 +52,8 @@ def test_latent_attention_counts_scores_and_values_apart():
     sizes = {"q_lora_rank": 24, "kv_lora_rank": 20, "qk_head_dim": 16, "qk_pos_emb_head_dim": 12, "v_head_dim": 18}
     sizes |= {"num_layers": 3, "hidden_size": 64, "num_query_groups": 4, "vocab_size": 512}
     model = ModelConfig(multi_latent_attention=True, **sizes)
-    queries, keys_and_values = 64 * 24 + 24 + 24 * 4 * 28, 64 * (20 + 12) + 20 + 20 * 4 * (16 + 18)
+    queries = 64 * 24 + 24 + 24 * 4 * 28
+    keys_and_values = 64 * (20 + 12) + 20 + 20 * 4 * (16 + 18)
     layer = queries + keys_and_values + 4 * 18 * 64 + 2 * 64 + 3 * 64 * 384
     flops = training_flops(model, build_schedule("constant", end=100), 100, steps=1, tokens_per_step=1000)
     parameters = 2 * 512 * 64 + 64 + 3 * layer

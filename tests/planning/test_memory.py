@@ -23,55 +23,58 @@ def stage_parameters(config: Config, vocab_size: int, stage: int) -> int:
 
 
 def test_shares_add_up_to_the_model() -> None:
-    """Over stages and tensor-parallel ranks, but for the norms that every rank holds and the padding."""
+    """The sum is over stages and tensor-parallel ranks, but for norms, which every rank holds, and padding."""
     whole = config("")
-    one = stage_parameters(whole, 1024, 0)
-    assert one == count_parameters(whole.model, 1024)
-    assert stage_parameters(whole, 1000, 0) == one  # 1000 token ids are padded to 1024
+    model_parameters = stage_parameters(whole, 1024, 0)
+    assert model_parameters == count_parameters(whole.model, 1024)
+    assert stage_parameters(whole, 1000, 0) == model_parameters  # 1000 token ids are padded to 1024
     split = config(PIPELINE)
-    assert sum(stage_parameters(split, 1024, stage) for stage in (0, 1)) == one
+    assert sum(stage_parameters(split, 1024, stage) for stage in (0, 1)) == model_parameters
     uneven = config(f"{PIPELINE} --pipeline-model-parallel-layout E|tt|t|tL")
     shares = [stage_parameters(uneven, 1024, stage) for stage in (0, 1)]
-    assert sum(shares) == one
-    layer = (one - 2 * 1024 * 256 - 256) // 4
+    assert sum(shares) == model_parameters
+    layer = (model_parameters - 2 * 1024 * 256 - 256) // 4
     assert shares[1] - shares[0] == 2 * layer + 256
     assert "0+1 2+1 on the pipeline stages" in "\n".join(describe(uneven, 2, 1024))
     norms = (2 * 4 + 1) * 256
-    assert 2 * stage_parameters(config(TENSOR), 1024, 0) == one + norms
+    assert 2 * stage_parameters(config(TENSOR), 1024, 0) == model_parameters + norms
     tied = config(f"{PIPELINE} --no-untie-embeddings-and-output-weights")
-    assert sum(stage_parameters(tied, 1024, stage) for stage in (0, 1)) == one  # the copy on the last stage
+    assert (
+        sum(stage_parameters(tied, 1024, stage) for stage in (0, 1)) == model_parameters
+    )  # the copy on the last stage
 
 
 def test_shares_of_a_mixture_add_up_to_the_model() -> None:
-    """With shared experts, and layers without experts in one of the stages."""
+    """The model has shared experts, and one of the stages has layers without experts."""
     mixture = "--num-experts 4 --moe-ffn-hidden-size 128 --moe-shared-expert-intermediate-size 64 --moe-layer-freq"
     whole = config(f"{mixture} 0 1 1 1")
-    one = count_parameters(whole.model, 1024)
-    assert stage_parameters(whole, 1024, 0) == one
+    model_parameters = count_parameters(whole.model, 1024)
+    assert stage_parameters(whole, 1024, 0) == model_parameters
 
     def stages(flags: str) -> list[int]:
         return [stage_parameters(config(f"{mixture} {flags}"), 1024, stage) for stage in (0, 1)]
 
     interleaved = f"{PIPELINE} --num-layers-per-virtual-pipeline-stage 1"
-    assert sum(stages(f"0 1 1 1 {PIPELINE}")) == one
+    assert sum(stages(f"0 1 1 1 {PIPELINE}")) == model_parameters
     assert stages(f"0 1 1 1 {PIPELINE}") == stages(f"0 1 1 1 {interleaved}")
     counts = stages(f"0 1 0 1 {interleaved}")
     norm = 256  # the last one
-    dense, experts = 3 * 256 * 768, 4 * 256 + 4 * 3 * 256 * 128 + 3 * 256 * 64
+    dense = 3 * 256 * 768
+    experts = 4 * 256 + 4 * 3 * 256 * 128 + 3 * 256 * 64
     assert counts[1] - counts[0] == 2 * (experts - dense) + norm
 
 
 def test_the_fullest_stage_is_the_first_but_for_a_large_vocabulary() -> None:
-    many = config(f"{PIPELINE} --bf16 --global-batch-size 64")
-    first, last = (stage_memory(many, 2, 1000, stage) for stage in (0, 1))
+    many_batches = config(f"{PIPELINE} --bf16 --global-batch-size 64")
+    first, last = (stage_memory(many_batches, 2, 1000, stage) for stage in (0, 1))
     handed = 2 * 512 * 256 * 2  # two micro-batches in flight, whose outputs the last stage has: t D e each
     assert first.activations == 2 * last.activations + handed
     assert (first.logits, last.logits > 0) == (0, True)
-    assert estimate(many, 2, 1000) == max(first, last, key=lambda one: one.total)
-    assert estimate(many, 2, 200_000).logits > 0
-    assert fullest_stage(many, 2, 200_000) == 1
-    one = config(f"{PIPELINE} --global-batch-size 1")  # there is only one micro-batch to be in flight
-    first, last = (stage_memory(one, 2, 1000, stage) for stage in (0, 1))
+    assert estimate(many_batches, 2, 1000) == max(first, last, key=lambda memory: memory.total)
+    assert estimate(many_batches, 2, 200_000).logits > 0
+    assert fullest_stage(many_batches, 2, 200_000) == 1
+    one_batch = config(f"{PIPELINE} --global-batch-size 1")  # there is only one micro-batch to be in flight
+    first, last = (stage_memory(one_batch, 2, 1000, stage) for stage in (0, 1))
     assert first.activations == last.activations + 512 * 256 * 4
 
 
@@ -97,9 +100,9 @@ def test_the_smallest_window_is_estimated_too() -> None:
 
 def test_what_is_not_counted_is_said() -> None:
     options = "--fp8-format hybrid --tp-comm-overlap --compile --use-precision-aware-optimizer"
-    said = [line.partition(":")[0] for line in uncounted(config(f"--bf16 {options} --attention-backend reference"))]
+    names = [line.partition(":")[0] for line in uncounted(config(f"--bf16 {options} --attention-backend reference"))]
     expected = ["attention_backend", "compile", "fp8_format", "tp_comm_overlap", "use_precision_aware_optimizer"]
-    assert sorted(said) == expected
+    assert sorted(names) == expected
     assert list(uncounted(config("--bf16"))) == []
     assert any("compile: " in line for line in describe(config("--bf16 --compile"), 4, 1000))
 
@@ -119,7 +122,8 @@ def test_what_the_optimizer_keeps() -> None:
 
 def test_what_muon_keeps() -> None:
     """A momentum of each matrix, two moments of embedding, output matrix and norms, and all of it on each rank."""
-    embeddings, norms = 2 * 1024 * 256, (2 * 4 + 1) * 256
+    embeddings = 2 * 1024 * 256
+    norms = (2 * 4 + 1) * 256
     for flags, master in (("", 0), ("--bf16", 4)):
         adam, muon = (stage_memory(config(f"{flags} --optimizer {name}"), 2, 1000, 0) for name in ("adam", "muon"))
         matrices = count_parameters(config("").model, 1024) - embeddings - norms

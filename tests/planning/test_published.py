@@ -43,8 +43,11 @@ class Figure:
     def predicted(self, speeds: Speeds) -> float:
         flags = f"{LLAMA_2 if self.llama2 else ''} --train-iters 100000 --window-start 32 --bf16 {self.flags}"
         config = parse(flags.split())
-        model, row, vocab_size = config.model, config.data.seq_length, config.model.vocab_size or 0
-        machine, tokens = Machine(self.gpus, self.gpu, vocab_size, speeds), config.data.global_batch_size * row
+        model = config.model
+        row = config.data.seq_length
+        vocab_size = config.model.vocab_size or 0
+        machine = Machine(self.gpus, self.gpu, vocab_size, speeds)
+        tokens = config.data.global_batch_size * row
         seconds = step_time(config, row, machine).total
         match self.quantity:
             case "step_seconds":
@@ -73,9 +76,9 @@ def errors(speeds: Speeds, figures: list[Figure]) -> list[float]:
 
 
 def test_the_figures_that_it_was_not_fitted_to() -> None:
-    found = [abs(error) for error in errors(read_speeds(), [figure for figure in FIGURES if not figure.fit])]
-    assert median(found) <= 0.15
-    assert max(found) <= 0.35
+    distances = [abs(error) for error in errors(read_speeds(), [figure for figure in FIGURES if not figure.fit])]
+    assert median(distances) <= 0.15
+    assert max(distances) <= 0.35
 
 
 def test_more_figures_are_fitted_than_there_are_shares_and_no_share_is_at_a_bound() -> None:
@@ -107,8 +110,8 @@ def fit(speeds: Speeds) -> dict[str, float]:
         there = with_shares(speeds, dict(zip(FITTED, map(float, values), strict=True)))
         return [math.log(1 + error) for error in errors(there, figures)]
 
-    found = least_squares(logarithms, [0.5] * len(FITTED), bounds=(0.05, 0.95)).x
-    return dict(zip(FITTED, map(float, found), strict=True))
+    shares = least_squares(logarithms, [0.5] * len(FITTED), bounds=(0.05, 0.95)).x
+    return dict(zip(FITTED, map(float, shares), strict=True))
 
 
 if __name__ == "__main__":
@@ -119,6 +122,7 @@ if __name__ == "__main__":
         print("\n".join(f"{name} {value:.3f}" for name, value in shares.items()))
     print("| figure | published | predicted | error | |\n|---|---|---|---|---|")
     for figure, error in zip(FIGURES, errors(speeds, FIGURES), strict=True):
-        unit, fitted = figure.quantity.replace("_", " "), "fitted" if figure.fit else ""
+        unit = figure.quantity.replace("_", " ")
+        fitted = "fitted" if figure.fit else ""
         values = f"{figure.value:,.4g} {unit} | {figure.value * (1 + error):,.4g}"
         print(f"| {figure.name} | {values} | {error:+.1%} | {fitted} |")

@@ -45,7 +45,8 @@ def flops_of(name: str) -> RunFlops:
 def test_recipes_fit_their_gpus(names: tuple[str, ...]) -> None:
     """Read, checked for that many processes, and within 85 % of a GPU's memory."""
     for recipe in (known()[name] for name in names or known()):
-        stages, published = recipe.stages(), recipe.facts.get("published", {})
+        stages = recipe.stages()
+        published = recipe.facts.get("published", {})
         assert FACTS <= set(recipe.facts) <= FACTS | {"published"}
         assert set(published) <= PUBLISHED
         for config in (stage.config for stage in stages):
@@ -202,7 +203,7 @@ def value_of(config: Config, name: str) -> object:
         shares: dict[str, float] = {}
         for part in data.parts:
             source = Path(part.prefix).name
-            share = 100 * part.weight / sum(one.weight for one in data.parts)
+            share = 100 * part.weight / sum(other_part.weight for other_part in data.parts)
             shares[source] = shares.get(source, 0) + share * (name == "shares" or part.length == 2**16)
         return {source: pytest.approx(share, abs=1e-4) for source, share in shares.items()}
     derived = {
@@ -226,8 +227,8 @@ def test_recipes_have_the_papers_settings() -> None:
         for pattern, stated in SETTINGS.items():
             if re.fullmatch(pattern, name):
                 matched[pattern] += 1
-                found = {option: value_of(config, option) for option in stated}
-                wrong += [(name, option, value) for option, value in found.items() if value != stated[option]]
+                values = {option: value_of(config, option) for option in stated}
+                wrong += [(name, option, value) for option, value in values.items() if value != stated[option]]
     assert not wrong, "\n".join(map(str, wrong))
     assert [pattern for pattern, count in matched.items() if not count] == []
 
@@ -253,7 +254,7 @@ def test_the_time_of_token_weighting() -> None:
 
 
 def test_prolongs_hours() -> None:
-    """The paper's H100 hours are those of its FLOPs at about two fifths of the peak."""
+    """The paper's H100 hours equal the time of its FLOPs at about two fifths of the peak."""
     recipe = known()["prolong_8b"]
     for stage, hours in {"64k": 2200, "512k": 12_200}.items():
         assert recipe.facts["published"]["gpu_hours"][stage] == hours

@@ -29,17 +29,17 @@ def test_the_closed_form_is_what_the_masks_count(
 ) -> None:
     options = MaskOptions(False, mask, local, every if local else None, 6, fixed)  # type: ignore[arg-type]
     masks = options.at(length, [np.empty(0, dtype=np.int64)], min(window, length))
-    ours = options.whole_row_context(length, min(window, length))
-    assert ours == pytest.approx(masks.context_sum / (len(masks.is_local) * length), rel=1e-12)
+    context = options.whole_row_context(length, min(window, length))
+    assert context == pytest.approx(masks.context_sum / (len(masks.is_local) * length), rel=1e-12)
 
 
 def test_scoring_is_a_third_of_what_its_tokens_would_cost_in_training() -> None:
     weights = "--window-schedule constant --token-weighting unfrozen --short-context 2048 --short-stride 1536"
     config = parse(f"{RUN} {weights}".split())
-    found = run_flops(config, 32000)
+    flops = run_flops(config, 32000)
     rows = "--window-schedule constant --seq-length 2048 --global-batch-size 512"
     trained = parse(f"{RUN} {rows}".split())
-    assert found.scoring == pytest.approx(run_flops(trained, 32000).scheduled / 3, rel=1e-12)  # 4 chunks of 2048
+    assert flops.scoring == pytest.approx(run_flops(trained, 32000).scheduled / 3, rel=1e-12)  # 4 chunks of 2048
 
 
 def test_the_plan() -> None:
@@ -63,15 +63,18 @@ def test_the_plan_of_experts() -> None:
     flags = "--vocab-size 32000 --seq-length 4096 --global-batch-size 64 --bf16 --window-start 4096 --data-path x"
     flags += " --model-preset Mixtral-8x7B --use-distributed-optimizer"
     configs = {ep: parse(f"{flags} --expert-model-parallel-size {ep}".split()) for ep in (1, 8)}
-    experts, rest = 32 * 8 * 3 * 4096 * 14336, 46_702_792_704 - 32 * 8 * 3 * 4096 * 14336
+    expert_parameters = 32 * 8 * 3 * 4096 * 14336
+    dense_parameters = 46_702_792_704 - 32 * 8 * 3 * 4096 * 14336
     for ep, config in configs.items():
-        assert count_parameters(config.model, 32000) == experts + rest
+        assert count_parameters(config.model, 32000) == expert_parameters + dense_parameters
         memory = estimate(config, 8, 32000)
-        assert memory.weights == 2 * (rest + experts // ep)
-        assert memory.optimizer == 12 * (rest + experts) // 8  # shared out over all ranks either way
-        met = rest + experts // 4
+        assert memory.weights == 2 * (dense_parameters + expert_parameters // ep)
+        assert (
+            memory.optimizer == 12 * (dense_parameters + expert_parameters) // 8
+        )  # shared out over all ranks either way
+        met = dense_parameters + expert_parameters // 4
         attention = 12 * 32 * 4096 * 4096
         assert run_flops(config, 32000).scheduled == pytest.approx(64 * 4096 * 100 * (6 * met + attention), rel=1e-12)
     text = "\n".join(describe(configs[8], 8, 32000))
-    assert f"of which a token meets {rest + experts // 4:,}" in text
+    assert f"of which a token meets {dense_parameters + expert_parameters // 4:,}" in text
     assert "DP 8, experts over 8" in text

@@ -18,7 +18,8 @@ FLAGS = [*CONFIG, *f"--seq-length {LENGTH} --vocab-size 512 --global-batch-size 
 
 
 def rows_at(ends_of: Callable[[int], np.ndarray]) -> Callable[[int], TokenRow]:
-    tokens, trained = np.zeros(LENGTH + 1, dtype=np.int64), np.ones(LENGTH, dtype=np.bool_)
+    tokens = np.zeros(LENGTH + 1, dtype=np.int64)
+    trained = np.ones(LENGTH, dtype=np.bool_)
     return lambda sample: TokenRow(tokens=tokens, document_ends=ends_of(sample), trained=trained)
 
 
@@ -70,5 +71,7 @@ def test_assigned_rows_are_as_uneven_as_their_assignment(config: Config, replica
 def test_local_layers_exchange_their_window_alone(config: Config) -> None:
     flags = ["--num-layers", "4", "--local-window", "64", "--window-attn-skip-freq", "4"]
     local = parse([*FLAGS, *flags])
-    found, everywhere = (SampledRows(one, rows_at(whole)).load(LENGTH, 4, 1).exchanged for one in (local, config))
-    assert everywhere / 4 < found < everywhere / 4 + 0.05
+    local_share, global_share = (
+        SampledRows(run, rows_at(whole)).load(LENGTH, 4, 1).exchanged for run in (local, config)
+    )
+    assert global_share / 4 < local_share < global_share / 4 + 0.05

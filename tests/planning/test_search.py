@@ -43,41 +43,45 @@ MIXTURE = "--model-preset Qwen3-30B-A3B --bf16 --seq-length 32768 --global-batch
 def test_what_is_listed_is_legal_and_fits(name: str | None, gpus: int, vocabulary: int, optimizer: str) -> None:
     config = parse(MIXTURE.split()) if name is None else recipe(name)
     config = replace(config, optimizer=OptimizerConfig(optimizer=optimizer))  # type: ignore[arg-type]
-    found = search(config, Machine(gpus, "H100", vocabulary, SPEEDS), top=5)
-    assert all(layout.seconds < found.best[0].seconds for layout in found.too_large)
-    assert found.too_large or name != "prolong/prolong_8b.yaml"
-    assert len(found.best) == 5
-    for layout in found.best:
+    result = search(config, Machine(gpus, "H100", vocabulary, SPEEDS), top=5)
+    assert all(layout.seconds < result.best[0].seconds for layout in result.too_large)
+    assert result.too_large or name != "prolong/prolong_8b.yaml"
+    assert len(result.best) == 5
+    for layout in result.best:
         assert list(mistakes(layout.config, gpus)) == []
         assert layout.memory == estimate(layout.config, gpus, vocabulary).total <= USABLE * 80 * 2**30
         assert (f"EP {layout.config.parallel.expert_model_parallel_size}" in layout.name) == (name is None)
-    assert [layout.seconds for layout in found.best] == sorted(layout.seconds for layout in found.best)
+    assert [layout.seconds for layout in result.best] == sorted(layout.seconds for layout in result.best)
 
 
 @pytest.mark.parametrize("experts", [None, 8])
 def test_no_legal_layout_that_fits_is_faster_than_the_best(experts: int | None) -> None:
-    config, gpus, vocabulary = recipe("skyladder/skyladder_1b_32k.yaml"), 8, 32000
+    config = recipe("skyladder/skyladder_1b_32k.yaml")
+    gpus = 8
+    vocabulary = 32000
     width = None if experts is None else 1024
     config = replace(config, model=replace(config.model, num_experts=experts, moe_ffn_hidden_size=width))
     machine = Machine(gpus, "H100", vocabulary, SPEEDS)
-    found = search(config, machine, top=1)
+    result = search(config, machine, top=1)
     for axis, name in SIZE.items():
-        sizes = {getattr(one.parallel, name) for one in candidates(config, machine, Counter())}
+        sizes = {getattr(candidate.parallel, name) for candidate in candidates(config, machine, Counter())}
         assert sizes >= ({1} if axis == "expert" and experts is None else {1, 2})
     legal = [
-        one
+        candidate
         for kept in candidates(config, machine, Counter())
-        for one in (kept, *with_less_kept(kept))
-        if estimate(one, gpus, vocabulary).total <= USABLE * 80 * 2**30 and not list(mistakes(one, gpus))
+        for candidate in (kept, *with_less_kept(kept))
+        if estimate(candidate, gpus, vocabulary).total <= USABLE * 80 * 2**30 and not list(mistakes(candidate, gpus))
     ]
     assert len(legal) > 20
-    seconds = [mean(step_time(one, window, machine).total for window in windows(one)) for one in legal]
-    assert found.best[0].seconds == pytest.approx(min(seconds))
+    seconds = [
+        mean(step_time(candidate, window, machine).total for window in windows(candidate)) for candidate in legal
+    ]
+    assert result.best[0].seconds == pytest.approx(min(seconds))
 
 
 def test_inputs_go_to_the_host_only_where_the_layout_does_not_fit_without() -> None:
-    one = recipe("skyladder/skyladder_1b_32k.yaml")
-    config = replace(one, data=replace(one.data, seq_length=2**18), window=replace(one.window, window_end=None))
+    short = recipe("skyladder/skyladder_1b_32k.yaml")
+    config = replace(short, data=replace(short.data, seq_length=2**18), window=replace(short.window, window_end=None))
     names = []
     for memory in (60.0, 80.0, 141.0):
         speeds = replace(SPEEDS, gpus=SPEEDS.gpus | {"H100": replace(SPEEDS.gpu("H100"), memory=memory)})
@@ -94,8 +98,8 @@ def test_inputs_go_to_the_host_only_where_the_layout_does_not_fit_without() -> N
 def test_blocks_of_the_mlp_are_tried_where_norms_are_not_recomputed() -> None:
     config = replace(recipe("skyladder/skyladder_1b_32k.yaml"), model=parse(["--model-preset", "Olmo-3-7B"]).model)
     plain = next(candidates(config, Machine(1, "H100", 100278, SPEEDS), Counter()))
-    lighter = [one.parallel for one in with_less_kept(plain) if not list(mistakes(one, 1))]
-    assert any(one.mlp_block_tokens and one.recompute_granularity is None for one in lighter)
+    lighter = [candidate.parallel for candidate in with_less_kept(plain) if not list(mistakes(candidate, 1))]
+    assert any(parallel.mlp_block_tokens and parallel.recompute_granularity is None for parallel in lighter)
 
 
 @pytest.mark.parametrize("axis", ["tensor", "pipeline", "context", "data", "expert"])
@@ -108,10 +112,10 @@ def test_memory_falls_with_each_sharding_axis(axis: str) -> None:
         parallel = replace(parallel, sequence_parallel=parallel.tensor_model_parallel_size > 1)
         gpus = 64 if axis == "expert" else 2 * size
         needs.append(estimate(replace(config, parallel=parallel), gpus, 32000))
-    assert all(one.total > other.total for one, other in pairwise(needs))
+    assert all(larger.total > smaller.total for larger, smaller in pairwise(needs))
     # a later stage's loss head is the same; its layers are fewer, but more micro-batches are in flight
     shrinking = {"pipeline": "weights", "data": "optimizer", "expert": "weights"}.get(axis, "activations")
-    assert all(getattr(one, shrinking) > getattr(other, shrinking) for one, other in pairwise(needs))
+    assert all(getattr(larger, shrinking) > getattr(smaller, shrinking) for larger, smaller in pairwise(needs))
 
 
 SKYLADDER = ["--config", str(ROOT / "examples/configs/skyladder/skyladder_1b_8k.yaml"), "--documents", "whole"]
@@ -155,7 +159,7 @@ def test_any_number_of_context_parallel_ranks_that_divides_a_row_is_tried() -> N
     config = recipe("skyladder/skyladder_1b_32k.yaml")
     config = replace(config, data=replace(config.data, seq_length=3 * 2**14, global_batch_size=12))
     tried = candidates(config, Machine(12, "H100", 32000, SPEEDS), Counter())
-    assert {one.parallel.context_parallel_size for one in tried} == {1, 2, 3, 4, 6, 12}
+    assert {candidate.parallel.context_parallel_size for candidate in tried} == {1, 2, 3, 4, 6, 12}
 
 
 def test_the_files_own_layout_is_tried(capsys: pytest.CaptureFixture[str]) -> None:

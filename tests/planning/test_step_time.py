@@ -39,8 +39,8 @@ def work(flags: str, gpus: int = 64, window: int | None = None, *, head: bool = 
 
 
 @given(windows, windows)
-def test_a_wider_window_never_takes_less_time(one: int, other: int) -> None:
-    narrow, wide = sorted((one, other))
+def test_a_wider_window_never_takes_less_time(first_window: int, second_window: int) -> None:
+    narrow, wide = sorted((first_window, second_window))
     # tiles: just below a multiple of the tile the kernel computes as much, and a last block may be narrower
     if wide >= 2 * narrow + 128:
         assert time(SPLIT, window=narrow).total <= time(SPLIT, window=wide).total * (1 + 1e-9)
@@ -50,7 +50,8 @@ def test_a_wider_window_never_takes_less_time(one: int, other: int) -> None:
 @pytest.mark.parametrize("axis", ["tensor-model", "context"])
 def test_sharing_a_row_keeps_the_time_of_products(axis: str) -> None:
     flags = "--model-preset Llama-3-8B --seq-length 8192 --global-batch-size 2"
-    alone, shared = time(flags, 2), time(f"{flags} --{axis}-parallel-size 2", 2)
+    alone = time(flags, 2)
+    shared = time(f"{flags} --{axis}-parallel-size 2", 2)
     assert shared.products == pytest.approx(alone.products)
     assert getattr(shared, "tensor" if axis == "tensor-model" else "context") > 0
 
@@ -68,7 +69,9 @@ def test_latent_attention_moves_the_narrower_row() -> None:
 
 def test_the_update_of_muon_is_products_of_whole_matrices() -> None:
     """Llama 3 8B: 5 iterations for queries, keys and values apart, output, both matrices of the MLP; experts once."""
-    big, small, iterations = 4096, 1024, 5
+    big = 4096
+    small = 1024
+    iterations = 5
     layer = 2 * 6 * big**3 + 2 * (4 * small**2 * big + 2 * small**3)
     layer += 2 * 2 * big**3 + 4 * big**2 * (2 * 14336 + 14336)
     whole = orthogonalization(config(f"{WORK} --optimizer muon"))
@@ -92,11 +95,11 @@ def test_the_bubble_is_the_idle_share_of_the_schedule() -> None:
 def test_the_slowest_pipeline_stage_sets_the_pace() -> None:
     flags = f"{WORK} --tensor-model-parallel-size 4 --pipeline-model-parallel-size 4"
     equal = time(flags)
-    same, first = (
+    written_out, first = (
         time(f"{flags} --pipeline-model-parallel-layout {layout}")
         for layout in ("Et*8|(t*8|)*2t*8L", "Et*14|(t*6|)*2t*6L")
     )
-    assert same == equal
+    assert written_out == equal
     assert first.products == pytest.approx(equal.products * 14 / 8)
     assert (equal.head > 0, first.head) == (True, 0)
 
@@ -116,7 +119,8 @@ def test_recomputed_parts_add_up_to_less_than_the_layer() -> None:
     core, norms, mlp = (time(f"{SPLIT} {AGAIN} {module}") for module in ("core_attn", "layernorm", "mlp"))
     assert core.attention == pytest.approx(plain.attention * 4.5 / 3.5)
     assert core.products == plain.products
-    width, attention = 3 * 4096 * 14336, 2 * 4096 * 128 * (32 + 8)
+    width = 3 * 4096 * 14336
+    attention = 2 * 4096 * 128 * (32 + 8)
     assert mlp.products == pytest.approx(plain.products * (3 + width / (width + attention)) / 3)
     assert norms.total == pytest.approx(plain.total + norms.memory - plain.memory, rel=1e-3)
     assert all(plain.total < part.total < whole.total for part in (core, norms, mlp))
@@ -149,15 +153,18 @@ def test_the_flops_of_segments_are_the_sum_of_their_own(lengths: list[int]) -> N
 
 @pytest.mark.parametrize("modules", ["", f"{AGAIN} mlp"])
 def test_the_work_of_a_mixture_with_other_layers_is_the_mean(modules: str) -> None:
-    """Shared experts are an MLP for every token, as is that of a layer without experts."""
+    """Shared experts are an MLP for every token, as in a layer without experts."""
     dense = f"{SPLIT} {modules}"
     routed = f"{dense} --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 512 --expert-model-parallel-size 2"
     shared = f"{routed} --moe-shared-expert-intermediate-size 14336"
-    some = f"{shared} --moe-layer-freq {'0 1 ' * 16}"
-    of_dense, of_routed, of_shared, of_some = (vars(work(flags, head=True)) for flags in (dense, routed, shared, some))
-    for part, found in of_some.items():
-        assert found == pytest.approx((of_dense[part] + of_shared[part]) / 2)
-    tokens, again = 131072 / 4 * 16, 4 if modules else 3
+    alternating = f"{shared} --moe-layer-freq {'0 1 ' * 16}"
+    of_dense, of_routed, of_shared, of_alternating = (
+        vars(work(flags, head=True)) for flags in (dense, routed, shared, alternating)
+    )
+    for part, value in of_alternating.items():
+        assert value == pytest.approx((of_dense[part] + of_shared[part]) / 2)
+    tokens = 131072 / 4 * 16
+    again = 4 if modules else 3
     mlp = 2 * 3 * 4096 * 14336 * tokens / 4 * 32
     assert of_shared["flops"] - of_routed["flops"] == pytest.approx(again * mlp)
     assert of_shared["tensor_bytes"] >= of_routed["tensor_bytes"]

@@ -33,8 +33,8 @@ def twin_data(alone: Commands, small_data: SmallData, tmp_path_factory: pytest.T
         for name in ("long", "corpus"):
             for line in (small_data.prefix.parent / f"{name}.jsonl").read_text().splitlines():
                 file.write(json.dumps(json.loads(line) | {"source": name}) + "\n")
-    made = ["--input", folder / "corpus.jsonl", "--output-prefix", folder / "corpus", "--source-field", "source"]
-    alone.run("tools/preprocess_data.py", *made, "--tokenizer-model", small_data.tokenizer)
+    flags = ["--input", folder / "corpus.jsonl", "--output-prefix", folder / "corpus", "--source-field", "source"]
+    alone.run("tools/preprocess_data.py", *flags, "--tokenizer-model", small_data.tokenizer)
     tokens = (folder / "corpus.bin").stat().st_size // 2
     np.save(folder / "corpus.weights.npy", (np.arange(tokens) % 3 > 0).astype(np.float32))
     return folder / "corpus"
@@ -61,19 +61,21 @@ def shape_of(config: Config) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("some", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["some", "all"])
-def test_a_twin_has_the_recipes_shape(*, some: bool) -> None:
+@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_a_twin_has_the_recipes_shape(*, quick: bool) -> None:
     for recipe in known().values():
-        if not some or recipe.name == FAST or MARK not in recipe.path.name:
+        if not quick or recipe.name == FAST or MARK not in recipe.path.name:
             check_shape(recipe.stages())
 
 
 def check_shape(stages: list[Stage]) -> None:
     scale = scale_of([stage.config for stage in stages])
     twins = [twin(stage.config, scale, "data/x", "bytes", "scores") for stage in stages]
-    check_stages([Stage(None, one) for one in twins], max(one.parallel.context_parallel_size for one in twins))
-    assert max(one.data.seq_length for one in twins) == LONGEST
-    assert STEPS <= sum(one.training.train_iters for one in twins) <= STEPS + len(twins)
+    check_stages(
+        [Stage(None, config) for config in twins], max(config.parallel.context_parallel_size for config in twins)
+    )
+    assert max(config.data.seq_length for config in twins) == LONGEST
+    assert STEPS <= sum(config.training.train_iters for config in twins) <= STEPS + len(twins)
     for stage, small in zip(stages, twins, strict=True):
         assert shape_of(small) == shape_of(stage.config)
         ratio = stage.config.data.seq_length / small.data.seq_length
@@ -84,8 +86,8 @@ def check_shape(stages: list[Stage]) -> None:
         ramps = stage.config.window.window_cycles or 1
         for share in (0.0, 0.3, 0.6, 0.99) if ramps <= 1.5 else (0.0, 0.99):
             windows = [
-                one.window_schedule().window_at(int(share * one.training.train_iters)) / one.data.seq_length
-                for one in (stage.config, small)
+                config.window_schedule().window_at(int(share * config.training.train_iters)) / config.data.seq_length
+                for config in (stage.config, small)
             ]
             assert windows[1] == pytest.approx(windows[0], abs=0.12)
 
@@ -93,8 +95,8 @@ def check_shape(stages: list[Stage]) -> None:
 def test_a_twin_runs_no_lm_eval() -> None:
     config = known()[FAST].stages()[0].config
     longest = config.data.seq_length
-    asked = {"lm_eval_interval": 1000, "lm_eval_tasks": ("ruler",), "lm_eval_lengths": (longest,)}
-    check_shape([Stage(None, replace(config, training=replace(config.training, **asked)))])
+    options = {"lm_eval_interval": 1000, "lm_eval_tasks": ("ruler",), "lm_eval_lengths": (longest,)}
+    check_shape([Stage(None, replace(config, training=replace(config.training, **options)))])
 
 
 def run_twin(recipe: Recipe, small_data: SmallData, data: Path, folder: Path, alone: Commands) -> None:
@@ -112,9 +114,9 @@ def run_twin(recipe: Recipe, small_data: SmallData, data: Path, folder: Path, al
     for stage in stages:
         records = read_jsonl(folder / "run" / (stage.name or "") / "metrics.jsonl")
         schedule = stage.config.window_schedule()
-        assert [one["window"] for one in records] == [schedule.window_at(step) for step in range(len(records))]
+        assert [record["window"] for record in records] == [schedule.window_at(step) for step in range(len(records))]
         assert len(records) == stage.config.training.train_iters
-        assert all(np.isfinite(one["train_loss"]) for one in records)
+        assert all(np.isfinite(record["train_loss"]) for record in records)
     first = read_jsonl(folder / "run" / (stages[0].name or "") / "metrics.jsonl")[0]
     assert records[-1]["lm_loss"] < first["lm_loss"] - 0.5  # it learns
 

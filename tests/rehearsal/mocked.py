@@ -44,16 +44,16 @@ def waits() -> Any:
         x = torch.ones(8, device="cuda")
         for name in ("item", "branch", "lists", "shape", "host", "quiet"):
             names[name](x)
-        found = sorted(meter.host_syncs.items())
-        known = torch.tensor([3, 5]).to("cuda", non_blocking=True)
-        values = [known[1].item(), (known + 1).tolist()]
+        host_syncs = sorted(meter.host_syncs.items())
+        copied = torch.tensor([3, 5]).to("cuda", non_blocking=True)
+        values = [copied[1].item(), (copied + 1).tolist()]
         dist.all_reduce(x)
         dist.all_reduce(x[:4], group=row)
         dist.all_gather_into_tensor(torch.empty(16, device="cuda"), x, group=row)
         dist.reduce_scatter_tensor(torch.empty(4, device="cuda"), x, group=row)
         dist.all_to_all_single(torch.empty(7, device="cuda"), x[:6], [3, 4], [2, 4], group=row)
-    calls = {name: [one["count"], one["sent_bytes"]] for name, one in meter.collectives.items()}
-    return {"waits": found, "values": values, "collectives": calls, "composed": composed()}
+    calls = {name: [call["count"], call["sent_bytes"]] for name, call in meter.collectives.items()}
+    return {"waits": host_syncs, "values": values, "collectives": calls, "composed": composed()}
 
 
 PLANTED = """
@@ -88,8 +88,10 @@ def composed() -> Any:
         for entry in functions
     }
     delegates = {entry["func"].split("(")[0]: entry.get("structured_delegate") for entry in functions}
-    on_cuda = {name for name, own in keys.items() if "CUDA" in own | keys.get(delegates[name] or "", set())}
-    composite = {name for name, own in keys.items() if "CompositeImplicitAutograd" in own}
+    on_cuda = {
+        name for name, kernel_keys in keys.items() if "CUDA" in kernel_keys | keys.get(delegates[name] or "", set())
+    }
+    composite = {name for name, kernel_keys in keys.items() if "CompositeImplicitAutograd" in kernel_keys}
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     return [name for name in sorted(on_cuda & composite) if not has(f"aten::{name}", "CUDA")]
 
@@ -101,9 +103,9 @@ def fault() -> Any:
 
     angles = rope.angles
     rope.angles = lambda *args: angles(*args).cpu()
-    with tempfile.NamedTemporaryFile() as found:
-        run(Request(TINY.split(), 1, 0, [64], "drawn"), found.name)
-        return json.load(found)["steps"][0]["fault"]
+    with tempfile.NamedTemporaryFile() as result_file:
+        run(Request(TINY.split(), 1, 0, [64], "drawn"), result_file.name)
+        return json.load(result_file)["steps"][0]["fault"]
 
 
 if __name__ == "__main__":

@@ -29,12 +29,12 @@ def in_child(request: Request) -> dict[str, Any]:
     Raises:
         RuntimeError: the child failed; the message has its traceback.
     """
-    with tempfile.NamedTemporaryFile() as found:
+    with tempfile.NamedTemporaryFile() as result_file:
         pipes = _server()
-        print(json.dumps([asdict(request), found.name]), file=pipes.stdin, flush=True)
+        print(json.dumps([asdict(request), result_file.name]), file=pipes.stdin, flush=True)
         if error := json.loads(pipes.stdout.readline()):
             raise RuntimeError(error)
-        return dict(json.load(found))
+        return dict(json.load(result_file))
 
 
 def serve() -> None:

@@ -111,13 +111,14 @@ def agree(flags: str, processes: int, microbatches: int) -> None:
     config = parse(argv)
     check(config, processes)
     rank = fullest_rank(config, processes, 32000)
-    found = in_child(Request(argv, processes, rank, [8192], "whole"))
-    assert found["fault"] is None, found["fault"]["traceback"]
-    (step,) = found["steps"]
+    rehearsal = in_child(Request(argv, processes, rank, [8192], "whole"))
+    assert rehearsal["fault"] is None, rehearsal["fault"]["traceback"]
+    (step,) = rehearsal["steps"]
     assert step["fault"] is None, step["fault"]["traceback"]
     parts = step["memory"]
     memory = stage_memory(config, processes, 32000, fullest_stage(config, processes, 32000))
-    rehearsed, static = sum(parts.values()), sum(parts[part] for part in STATIC)
+    rehearsed = sum(parts.values())
+    static = sum(parts[part] for part in STATIC)
     planned_static = memory.weights + memory.gradients + memory.optimizer
     assert memory.total == pytest.approx(rehearsed, rel=0.05), parts
     assert memory.total - planned_static == pytest.approx(rehearsed - static, rel=0.05), parts

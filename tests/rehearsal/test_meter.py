@@ -60,17 +60,18 @@ def test_circles_of_references_keep_their_storage() -> None:
         gc.enable()
 
 
-def seen(queries: int, keys: int, left: int) -> int:
+def seen(queries: int, keys: int, left_window: int) -> int:
     """Pairs of one segment, causal from the bottom right."""
-    query, key = np.arange(queries)[:, None] + keys - queries, np.arange(keys)[None]
-    return int(((key <= query) & (key >= query - left)).sum())
+    query = np.arange(queries)[:, None] + keys - queries
+    key = np.arange(keys)[None]
+    return int(((key <= query) & (key >= query - left_window)).sum())
 
 
-@pytest.mark.parametrize("left", [None, 0, 1, 3, 100])
-def test_pairs_are_those_of_a_dense_mask(left: int | None) -> None:
+@pytest.mark.parametrize("left_window", [None, 0, 1, 3, 100])
+def test_pairs_are_those_of_a_dense_mask(left_window: int | None) -> None:
     rng = np.random.default_rng(0)
     queries = rng.integers(0, 9, size=40)
     keys = queries + rng.integers(0, 9, size=40)
     borders = [np.concatenate([[0], np.cumsum(lengths)]) for lengths in (queries, keys)]
-    wanted = sum(seen(q, k, 100 if left is None else left) for q, k in zip(queries, keys, strict=True))
-    assert segment_pairs(borders[0], borders[1], left) == wanted
+    wanted = sum(seen(q, k, 100 if left_window is None else left_window) for q, k in zip(queries, keys, strict=True))
+    assert segment_pairs(borders[0], borders[1], left_window) == wanted

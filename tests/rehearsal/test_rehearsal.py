@@ -43,7 +43,7 @@ class Case:
 
 
 def shape_of(case: Case) -> str:
-    """What the memory depends on: schedules, learning rates, scores and the borders of documents change none of it."""
+    """Return what the memory depends on: not schedules, learning rates, scores nor the borders of documents."""
     config = case.config
     sizes = case.world_size, case.vocab_size, config.data.seq_length * config.data.micro_batch_size
     model = {name: value for name, value in vars(config.model).items() if not name.startswith(_NUMBERS)}
@@ -121,8 +121,8 @@ def test_a_rehearsal_of_experts_counts_what_a_real_step_does(tmp_path: Path, fla
     fakes = steps(tmp_path, "cuda", words, processes)
     for _ in range(3):  # on a busy machine gloo's thread may keep tensors that it has sent, which can raise the peak
         reals = steps(tmp_path, "cpu", words, processes)
-        fewest, most = ([sum(step["memory"].values()) for step in found] for found in (fakes, reals))
-        more = [own - least for own, least in zip(most, fewest, strict=True)]
+        fewest, most = ([sum(step["memory"].values()) for step in rank_steps] for rank_steps in (fakes, reals))
+        more = [real_bytes - fake_bytes for real_bytes, fake_bytes in zip(most, fewest, strict=True)]
         if max(more) <= HOST_COUNTS:
             break
     assert 0 <= min(more) <= max(more) <= HOST_COUNTS
@@ -130,14 +130,16 @@ def test_a_rehearsal_of_experts_counts_what_a_real_step_does(tmp_path: Path, fla
         for part in ("weights", "gradients", "optimizer", "logits"):  # gloo has lines of its own for the others
             assert 0 <= real["memory"][part] - fake["memory"][part] <= HOST_COUNTS, part
         assert fake["flops"] == real["flops"]
-        sent = [{name: calls["sent_bytes"] for name, calls in one["collectives"].items()} for one in (fake, real)]
+        sent = [{name: calls["sent_bytes"] for name, calls in step["collectives"].items()} for step in (fake, real)]
         assert sent[0] == sent[1]
         assert ("EP" in sent[0]) == ("expert-model" in flags)
 
 
 def steps(folder: Path, device: str, words: list[str], processes: int) -> list[dict[str, Any]]:
     """The step of each rank: rehearsed one by one, computed all at once."""
-    port, running, found = str(free_port()), [], []
+    port = str(free_port())
+    running = []
+    rank_steps = []
     for rank in range(processes):
         argv = [*words, "--device", device]
         request = json.dumps(asdict(Request(argv, processes, rank, [64], "drawn", fake=device == "cuda")))
@@ -154,25 +156,25 @@ def steps(folder: Path, device: str, words: list[str], processes: int) -> list[d
         assert answer["fault"] is None, answer["fault"]["traceback"]
         (step,) = answer["steps"]
         assert step["fault"] is None, step["fault"]["traceback"]
-        found.append(step)
-    return found
+        rank_steps.append(step)
+    return rank_steps
 
 
 @pytest.mark.slow
 def test_planted_waits_are_found_with_their_lines() -> None:
-    found = mocked("waits")
+    result = mocked("waits")
     file = "megatron_ext/planted.py"
-    assert found["waits"] == [
+    assert result["waits"] == [
         [f"a copy to the host, {file}:11", 1],
         [f"a copy to the host, {file}:7", 1],
         [f"a number, {file}:3", 1],
         [f"a number, {file}:5", 1],
         [f"the shape of nonzero, {file}:9", 1],
     ]
-    assert found["values"] == [5, [4, 6]]  # of what was copied to the device, and of what became of it
+    assert result["values"] == [5, [4, 6]]  # of what was copied to the device, and of what became of it
     # of 8 fp32 numbers: all-reduced among 4; half of them, gathered, scattered, and 4 of 6 rows among 2
-    assert found["collectives"] == {"TP x DP": [1, 48], "TP": [4, 16 + 32 + 16 + 16]}
-    assert found["composed"] == []  # or operators would be composed that keep more memory
+    assert result["collectives"] == {"TP x DP": [1, 48], "TP": [4, 16 + 32 + 16 + 16]}
+    assert result["composed"] == []  # or operators would be composed that keep more memory
 
 
 def test_a_planted_fault_is_told_with_its_line() -> None:
@@ -183,8 +185,10 @@ def test_a_planted_fault_is_told_with_its_line() -> None:
 
 def within(case: Case) -> None:
     """Memory and FLOPs of the fullest rank, under the widest window and with one document in each row."""
-    config, sizes = case.config, (case.world_size, case.vocab_size)
-    window, stage = config.window_schedule().end, fullest_stage(config, *sizes)
+    config = case.config
+    sizes = (case.world_size, case.vocab_size)
+    window = config.window_schedule().end
+    stage = fullest_stage(config, *sizes)
     (step,) = in_child(Request([*case.argv], case.world_size, fullest_rank(config, *sizes), [window], "whole"))["steps"]
     assert step["fault"] is None, step["fault"]["traceback"]
     rehearsed = sum(step["memory"].values())
@@ -199,7 +203,7 @@ def within(case: Case) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["one", "every shape"])
 def test_the_estimate_is_what_is_rehearsed(every: bool) -> None:
-    """Of a recipe, or of one stage of one recipe for each shape: about 30 of 290."""
+    """One recipe, or one stage of a recipe, is rehearsed for each shape: about 30 of 290."""
     cases = [case for recipe in known().values() for case in cases_of(recipe)] if every else [case_of(QUICK)]
     shapes = {shape_of(case): case for case in reversed(cases)}
     assert len(shapes) > 10 or not every
@@ -210,7 +214,7 @@ def test_the_estimate_is_what_is_rehearsed(every: bool) -> None:
 
 @pytest.mark.slow
 def test_many_short_segments() -> None:
-    """Under a window of 8, flash attention's scratch is the peak of a 1B model in rows of 32K."""
+    """Flash attention's scratch is the peak of a 1B model in rows of 32K under a window of 8."""
     case = case_of("skyladder_1b_32k")
     argv = [*case.argv, "--num-layers", "3", "--global-batch-size", "16", "--window-start", "8"]
     argv += ["--attention-backend", "torch_varlen"]
@@ -235,7 +239,7 @@ def test_the_command(alone: Commands, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "environment", "said"),
+    ("words", "environment", "message"),
     [
         (["--ranks", "4"], {}, "ranks: got '4', needs numbers 0..3 with commas between them, or stages"),
         (["--windows", "512"], {}, "windows: got '512', needs numbers 1..256 with commas between them, or full"),
@@ -249,14 +253,14 @@ def test_what_cannot_be_rehearsed_is_one_line(
     capsys: pytest.CaptureFixture[str],
     words: list[str],
     environment: dict[str, str],
-    said: str,
+    message: str,
 ) -> None:
     for name, value in {"XDG_CACHE_HOME": str(tmp_path), **environment}.items():
         monkeypatch.setenv(name, value)
     flags = TINY.replace("batch-size 2", "batch-size 4").split()
     assert rehearse(["--world-size", "4", *words, *flags]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {said}")
+    assert line.startswith(f"error: {message}")
 
 
 @pytest.mark.parametrize(
@@ -268,25 +272,28 @@ def test_micro_batches_that_are_not_run_count_like_those_that_are(flags: str) ->
 
     In one process the optimizer's step has no FLOPs and nothing is sent: nine are three times three.
     """
-    found, processes = {}, 4 if flags else 1
+    step_by_count = {}
+    processes = 4 if flags else 1
     full = (5, 6) if flags else (3,)
     for count in (*full, 9):
         argv = [*TINY.split(), *flags.split(), "--global-batch-size", str(count)]
-        (found[count],) = in_child(Request(argv, processes, 0, [256], "whole"))["steps"]
-        assert found[count]["fault"] is None
-    first, second, many = found[full[0]], found[full[-1]], found[9]
-    assert [found[count]["measured"] for count in (*full, 9)] == [*full, 4 if flags else 2]
-    assert many["microbatches"] == 9
+        (step_by_count[count],) = in_child(Request(argv, processes, 0, [256], "whole"))["steps"]
+        assert step_by_count[count]["fault"] is None
+    fewer = step_by_count[full[0]]
+    more = step_by_count[full[-1]]
+    of_nine = step_by_count[9]
+    assert [step_by_count[count]["measured"] for count in (*full, 9)] == [*full, 4 if flags else 2]
+    assert of_nine["microbatches"] == 9
 
-    def continued(one: float, other: float) -> float:
-        return other + (9 - full[1]) * (other - one) if flags else 3 * one
+    def continued(at_fewer: float, at_more: float) -> float:
+        return at_more + (9 - full[1]) * (at_more - at_fewer) if flags else 3 * at_fewer
 
-    for name, count in many["flops"].items():
-        assert count == pytest.approx(continued(first["flops"][name], second["flops"][name])), name
-    for group, calls in many["collectives"].items():
-        sent = [step["collectives"][group]["sent_bytes"] for step in (first, second)]
+    for name, count in of_nine["flops"].items():
+        assert count == pytest.approx(continued(fewer["flops"][name], more["flops"][name])), name
+    for group, calls in of_nine["collectives"].items():
+        sent = [step["collectives"][group]["sent_bytes"] for step in (fewer, more)]
         assert calls["sent_bytes"] == pytest.approx(continued(*sent)), group
-    peaks = [sum(step["memory"].values()) for step in (first, second, many)]
+    peaks = [sum(step["memory"].values()) for step in (fewer, more, of_nine)]
     if flags:
         assert peaks[2] == pytest.approx(continued(*peaks[:2]), abs=100)
     else:  # 256 tokens of six micro-batches more: tokens, labels and positions of 8 bytes, and whether they are trained

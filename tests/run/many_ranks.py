@@ -52,14 +52,14 @@ def main(world_size: int, flags: list[str]) -> dict[str, Any]:
             built = build(config)
             trainer = Trainer(config, built, describe_run(config, built), request)
         for _ in range(config.training.train_iters):
-            with Collectives() as own:
+            with Collectives() as collectives:
                 tracemalloc.start()
                 batches = trainer.make_batches(trainer.step)
                 trainer.launch(batches, waiting_since=0.0)
                 trainer.collect_results()
                 _, peak = tracemalloc.get_traced_memory()
                 tracemalloc.stop()
-            steps.append({"collectives": own.calls, "peak_bytes": peak})
+            steps.append({"collectives": collectives.calls, "peak_bytes": peak})
     return {"start": start.calls, "steps": steps[WARM_UP:]}
 
 

@@ -35,12 +35,12 @@ def config(**data: bool | int) -> Config:
 
 
 def samples_of(config: Config, rank: int) -> list[list[int]]:
-    made = BatchMaker(config, ranks(rank, 2), None).train(row_at, step=0, first_sample=16, window=LENGTH)
-    return [batch.tokens_t.view(-1, LENGTH)[:, 0].tolist() for batch in made.train]
+    batches = BatchMaker(config, ranks(rank, 2), None).train(row_at, step=0, first_sample=16, window=LENGTH)
+    return [batch.tokens_t.view(-1, LENGTH)[:, 0].tolist() for batch in batches.train]
 
 
 def test_rows_are_distributed_in_order() -> None:
-    """In every layout the global batch is the same eight rows."""
+    """The global batch is the same eight rows in every layout."""
     assert samples_of(config(micro_batch_size=2), 0) == [[16, 17], [20, 21]]
     assert samples_of(config(micro_batch_size=2), 1) == [[18, 19], [22, 23]]
 
@@ -50,11 +50,11 @@ def test_balanced_ranks_share_the_expensive_rows() -> None:
     balanced = replace(config(balance_batches=True), window=document_mask)
     assigned = [[sample for group in samples_of(balanced, rank) for sample in group] for rank in (0, 1)]
     assert sorted(assigned[0] + assigned[1]) == list(range(16, 24))
-    assert [sum(sample % 4 == 0 for sample in own) for own in assigned] == [1, 1]
+    assert [sum(sample % 4 == 0 for sample in samples) for samples in assigned] == [1, 1]
 
 
 def test_only_the_tokens_of_its_own_rows_are_read() -> None:
-    """What is counted over the global batch is counted from outlines: its tokens would be terabytes an hour."""
+    """Counts over the global batch come from outlines: its tokens would be terabytes an hour."""
     exposure = WeightingConfig(token_weighting="unfrozen", weight_score="exposure", weight_post="none")
     counting = replace(config(balance_batches=True), weighting=exposure)
     read: list[int] = []
@@ -64,10 +64,10 @@ def test_only_the_tokens_of_its_own_rows_are_read() -> None:
         return row_at(sample)
 
     maker = BatchMaker(counting, ranks(0, 2), None, outline_at=row_at)
-    made = maker.train(counted_row_at, 0, 16, LENGTH).train
-    own = [sample for batch in made for sample in batch.tokens_t.view(-1, LENGTH)[:, 0].tolist()]
-    assert sorted(read) == sorted(own)
-    assert len(own) == 4
+    batches = maker.train(counted_row_at, 0, 16, LENGTH).train
+    samples = [sample for batch in batches for sample in batch.tokens_t.view(-1, LENGTH)[:, 0].tolist()]
+    assert sorted(read) == sorted(samples)
+    assert len(samples) == 4
 
 
 def test_the_seeds_of_rows_are_those_of_earlier_runs() -> None:
@@ -94,7 +94,7 @@ def evaluated(length: int, flags: str = "") -> list[PackedBatch]:
 
 
 def scored(batches: list[PackedBatch]) -> list[tuple[int, int]]:
-    """For each token that counts, in order: the token, and the number of tokens before it that it sees."""
+    """Return for each token that counts, in order: the token, and the number of tokens before it that it sees."""
     pairs: list[tuple[int, int]] = []
     for batch in batches:
         counts = batch.trained_t

@@ -46,21 +46,22 @@ def finished(step: int, outcome: Outcome = Outcome.UPDATED) -> StepRecord:
 def records(folder: Path, step: int = 0, **sections: object) -> RunRecords:
     sections = {"data": DataConfig(seq_length=16, global_batch_size=8), **sections}
     config = Config(**{"training": TrainingConfig(train_iters=4), **sections})  # type: ignore[arg-type]
-    made = RunRecords(config, RunInfo(1000, 1e6, {"host": "here"}), step, first=True)
-    made.open(folder)
-    return made
+    run_records = RunRecords(config, RunInfo(1000, 1e6, {"host": "here"}), step, first=True)
+    run_records.open(folder)
+    return run_records
 
 
 def test_the_record_of_a_step(tmp_path: Path) -> None:
-    made = records(tmp_path)
-    made.after_step(finished(0))
-    made.after_step(replace(finished(1), source_rows={"books": 5, "code": 3}))
-    made.close(2, "done")
+    run_records = records(tmp_path)
+    run_records.after_step(finished(0))
+    run_records.after_step(replace(finished(1), source_rows={"books": 5, "code": 3}))
+    run_records.close(2, "done")
     line, mixed = read_jsonl(tmp_path / "metrics.jsonl")
     assert abs(line["time"] - time.time()) < 60
     expected = {"step": 0, "consumed_tokens": 128, "lm_loss": 2.0, "train_loss": 3.0, "tokens_per_s": 64.0}
     assert {name: line[name] for name in expected} == expected
-    model, context = made.config.model, line["effective_context"]
+    model = run_records.config.model
+    context = line["effective_context"]
     attention = 12 * model.num_layers * model.num_attention_heads * model.head_size * context
     assert line["flops"] == pytest.approx(128 * (6 * 1000 + attention))
     assert line["mfu"] == pytest.approx(128 * (6 * 1000 + attention / 2) / 2.0 / 1e6)  # in two seconds, of 1e6 FLOP/s
@@ -77,12 +78,12 @@ def test_the_record_of_a_step(tmp_path: Path) -> None:
 def test_each_start_and_end_is_noted(tmp_path: Path) -> None:
     """The record of the end has the step, and whether the run diverged, even if a signal had come before."""
     assert read_history(tmp_path).status == "unknown: the folder has no history.jsonl"
-    made = records(tmp_path)
+    run_records = records(tmp_path)
     assert read_history(tmp_path).status == "no end recorded: it is still training, or was killed"
     with (tmp_path / "history.jsonl").open("a") as file:
         file.write('{"event": "en')  # killed while writing
-    made = records(tmp_path, step=2)
-    made.close(4, "done")
+    run_records = records(tmp_path, step=2)
+    run_records.close(4, "done")
     history = read_history(tmp_path)
     assert ([start["step"] for start in history.starts], history.starts[0]["host"]) == ([0, 2], "here")
     assert (history.status, history.end["step"] if history.end else None) == ("done", 4)
@@ -94,11 +95,11 @@ def test_each_start_and_end_is_noted(tmp_path: Path) -> None:
 
 
 def test_repeated_events_are_logged_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = records(tmp_path)
+    run_records = records(tmp_path)
     for step in range(3):
-        made.after_step(finished(step, Outcome.NO_TOKENS))
-        made.evaluation(step + 1, {16: None}, {}, "one")
-    made.close(4, "done")
+        run_records.after_step(finished(step, Outcome.NO_TOKENS))
+        run_records.evaluation(step + 1, {16: None}, {}, "one")
+    run_records.close(4, "done")
     logged = capsys.readouterr().err
     assert logged.count("has no trained token") == logged.count("its loss is null") == 1
     assert [line["skipped"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 1, 1]
@@ -176,7 +177,8 @@ def test_the_bound_is_the_mean_plus_deviations_of_the_last_window() -> None:
     assert spike_bound([], 0, 7.0) is None
     assert spike_bound(LOSSES[1:], 3, 2.0) == pytest.approx(np.mean(LOSSES[1:]) + 2 * np.std(LOSSES[1:]))
     assert 2.0 * (1 + 1e-7) < spike_bound([2.0] * 4, 4, 7.0) < 2.001  # room for rounding
-    losses, spikes = deque([1.0, 1.1] * 4, 8), 0
+    losses = deque([1.0, 1.1] * 4, 8)
+    spikes = 0
     for _ in range(20):
         spikes += spike_bound(losses, 8, 4.0) < 5.0
         losses.append(5.0)

@@ -65,10 +65,10 @@ def weighted(folder: Path, first: object, second: object, split: str = "98,2,0",
 def store(config: Config) -> None:
     """Score the run's rows."""
     identity: Any = row_identity(config, 300)
-    own = StoreIdentity(rows=2, short_context=4, short_stride=2, model="drawn", **identity)
-    made = ScoreStore.create_or_resume(str(config.weighting.score_store), own)
+    store_identity = StoreIdentity(rows=2, short_context=4, short_stride=2, model="drawn", **identity)
+    score_store = ScoreStore.create_or_resume(str(config.weighting.score_store), store_identity)
     for row in range(2):
-        made.write(row, np.ones(8, np.float32))
+        score_store.write(row, np.ones(8, np.float32))
 
 
 def test_data_count_by_content(folder: Path) -> None:
@@ -87,20 +87,20 @@ def test_data_count_by_content(folder: Path) -> None:
 
 
 def test_a_score_store_serves_every_spelling_of_its_rows(folder: Path) -> None:
-    """As a run that resumes: only ratios of weights and of splits matter, and a default may be written."""
+    """Only ratios of weights and of splits matter, as for a run that resumes, and a default may be written."""
     packing: dict[str, Any] = {"packing": "whole_document"}
     plain = weighted(folder, 2, 2, **packing)
     store(plain)
     alike = {"packing_options": (f"below={2**62}",)} | packing
     for config in (weighted(folder, 1, 1, **packing), weighted(folder, 0.5, 0.5, "49,1,0", **alike)):
         assert open_scores(config, 300, config.samples) is not None
-    others = (
+    other_configs = (
         weighted(folder, 1, 3, **packing),
         weighted(folder, 2, 2, "90,10,0", **packing),
         weighted(folder, 2, 2, packing="whole_document", packing_options=("rows_per_document=1",)),
         weighted(folder, 2, 2),
         replace(plain, window=replace(plain.window, document_mask=True)),
     )
-    for config in others:
+    for config in other_configs:
         with pytest.raises(UserError, match=r"store: its packing is 0.5 x whole_document .*, but this run needs "):
             open_scores(config, 300, config.samples)

@@ -57,10 +57,10 @@ def test_padded_rows_count_without_their_padding(tmp_path: Path) -> None:
 
 
 def test_what_changes_a_validation_is_another_setting(tmp_path: Path) -> None:
-    """And what does not is the same one: how weights are written, how rows are shared, training itself."""
-    one = write_data(tmp_path / "one", 1, 20)
-    other = write_data(tmp_path / "other", 2, 20)
-    data = DataConfig(data_path=("1", one, "1", other), seq_length=LENGTH)
+    """Other options keep the setting: how weights are written, how rows are shared, training itself."""
+    first_prefix = write_data(tmp_path / "one", 1, 20)
+    second_prefix = write_data(tmp_path / "other", 2, 20)
+    data = DataConfig(data_path=("1", first_prefix, "1", second_prefix), seq_length=LENGTH)
     training = TrainingConfig(eval_interval=1)
 
     def setting(data: DataConfig, **options: object) -> str:
@@ -79,19 +79,19 @@ def test_what_changes_a_validation_is_another_setting(tmp_path: Path) -> None:
         setting(replace(data, global_batch_size=16)),
         setting(replace(data, split="90,10,0")),
         setting(replace(data, eod_mask_loss=True)),
-        setting(replace(data, data_path=("1", one, "2", other))),
-        setting(replace(data, valid_data_path=(other,))),
+        setting(replace(data, data_path=("1", first_prefix, "2", second_prefix))),
+        setting(replace(data, valid_data_path=(second_prefix,))),
         setting(replace(data, packing="best_fit"), eval_packing="same"),
     ]
     assert len({first, *changed}) == len(changed) + 1
-    assert setting(replace(data, data_path=("2", one, "2", other))) == first
+    assert setting(replace(data, data_path=("2", first_prefix, "2", second_prefix))) == first
     assert setting(replace(data, micro_batch_size=2, packing="best_fit"), train_iters=7, eval_interval=3) == first
     write_data(tmp_path / "other", 3, 20)
     assert setting(data) not in {first, *changed}
 
 
 def test_validation_rows_do_not_depend_on_packing(tmp_path: Path) -> None:
-    """So that losses can be compared, unless --eval-packing same."""
+    """Losses can be compared, unless --eval-packing is same."""
     prefix = tmp_path / "data"
     write_theirs(prefix, (np.full(length, length % 100) for length in range(300, 900)), 100)
     source = IndexedSource(prefix)
@@ -103,9 +103,9 @@ def test_validation_rows_do_not_depend_on_packing(tmp_path: Path) -> None:
             arguments = (packing, source, range(300), 2048, config.training.seed)
             save_plan(build_plan(*arguments), prefix)
         rows = open_rows(config, 100, VALIDATION)
-        found = [rows.row(sample).tokens.tolist() for sample in range(9)]
+        token_ids = [rows.row(sample).tokens.tolist() for sample in range(9)]
         if packing == "random":
-            wanted = found
-    assert found == wanted
+            wanted = token_ids
+    assert token_ids == wanted
     with pytest.raises(UserError, match="has no decomposition plan"):
         open_rows(replace(config, training=replace(training, eval_packing="same")), 100, VALIDATION)

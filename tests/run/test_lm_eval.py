@@ -43,11 +43,11 @@ def test_scores_are_those_of_the_checkpoint(
     settings = ["--include-path", tasks, "--output", tmp_path / "out", "--dtype", dtype]
     alone.run("tools/evaluate.py", "lm-eval", run.folder, "--tasks", *TASKS, *settings)
     results = json.loads((tmp_path / "out" / "lm-eval.json").read_text())["results"]
-    theirs = {f"{one['task']}/{one['metric']}": one["value"] for one in results}
-    assert run.evaluations[-1]["lm_eval"] == pytest.approx(theirs, rel=1e-2 if dtype == "bfloat16" else 1e-4)
-    assert run.evaluations[0]["lm_eval"]["text/word_perplexity"] > theirs["text/word_perplexity"]  # it has learned
+    scores = {f"{result['task']}/{result['metric']}": result["value"] for result in results}
+    assert run.evaluations[-1]["lm_eval"] == pytest.approx(scores, rel=1e-2 if dtype == "bfloat16" else 1e-4)
+    assert run.evaluations[0]["lm_eval"]["text/word_perplexity"] > scores["text/word_perplexity"]  # it has learned
     shown = {title: len(figure.data) for title, figure in charts([load_run(run.folder)]).items() if "lm-eval" in title}
-    assert shown == Counter(f"lm-eval: {one['metric']}" for one in results)
+    assert shown == Counter(f"lm-eval: {result['metric']}" for result in results)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_scores_are_those_of_the_checkpoint(
 def test_a_resumed_run_runs_what_was_interrupted(
     steps: str, small_data: SmallData, alone: Commands, tmp_path: Path
 ) -> None:
-    """Also after the last step of a run that stops early, at which no interval ends."""
+    """The tasks also run after the last step of a run that stops early, at which no interval ends."""
     flags = [*CONFIG, *flags_of(small_data, write_tasks(tmp_path / "tasks")), "--lr-warmup-iters", 0, *steps.split()]
     flags += ["--save", tmp_path / "run"]
     alone.run(TRAINER, *flags)
@@ -71,7 +71,7 @@ def test_a_resumed_run_runs_what_was_interrupted(
 
 
 def test_an_unknown_task_is_refused_before_training(small_data: SmallData, tmp_path: Path) -> None:
-    """By every process, so that a launcher does not take the others' end for a crash."""
+    """Every process refuses it, so that a launcher does not take the others' end for a crash."""
     flags = ["--lm-eval-interval", 2, "--lm-eval-tasks", "no_such_task", "--save", tmp_path / "run"]
     first, second = Commands(2).attempt(TRAINER, *CONFIG, *small_data.flags, *flags)
     assert "no_such_task cannot be run" in refusal(first)

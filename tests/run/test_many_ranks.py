@@ -41,11 +41,11 @@ def costs(data: SmallData, world_size: int, folder: Path) -> dict[str, Any]:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("world_size", [1024, 16384])
 def test_a_step_costs_as_much_among_many_ranks(small_data: SmallData, world_size: int, tmp_path: Path) -> None:
-    few = costs(small_data, 64, tmp_path)
-    many = costs(small_data, world_size, tmp_path)
-    for few_step, many_step in zip(few["steps"], many["steps"], strict=True):
+    few_ranks = costs(small_data, 64, tmp_path)
+    many_ranks = costs(small_data, world_size, tmp_path)
+    for few_step, many_step in zip(few_ranks["steps"], many_ranks["steps"], strict=True):
         assert many_step["collectives"] == few_step["collectives"] != []
-    least = [min(step["peak_bytes"] for step in run["steps"]) for run in (few, many)]
+    least = [min(step["peak_bytes"] for step in run["steps"]) for run in (few_ranks, many_ranks)]
     assert abs(least[0] - least[1]) < ROUNDING, least
-    starts = [[call for call in run["start"] if OBJECTS not in call[0]] for run in (few, many)]
+    starts = [[call for call in run["start"] if OBJECTS not in call[0]] for run in (few_ranks, many_ranks)]
     assert starts[0] == starts[1] != []

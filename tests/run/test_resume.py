@@ -21,7 +21,7 @@ def flags(small_data: SmallData) -> list[object]:
 
 
 def test_a_run_s_configuration_keeps_nothing_of_one_start(flags: list[object], alone: Commands, tmp_path: Path) -> None:
-    """Neither where a start loaded from, which would be gone back to each time, nor what it was allowed once."""
+    """It lacks what a start loaded from, which would be gone back to each time, and what it was allowed once."""
     run = tmp_path / "run"
     alone.run(TRAINER, *flags, "--train-iters", 3, "--save", run)
     back = ["--load", run / "checkpoints" / "iter_0000001", "--lr", 5e-4, "--override", "lr", "--no-verify-load"]
@@ -59,9 +59,9 @@ def test_weights_that_no_checkpoint_has_yet_are_named_again(
 
 
 def test_the_command_that_began_a_branch_continues_it(flags: list[object], alone: Commands, tmp_path: Path) -> None:
-    """As a launch script gives it again after status 85; the branch of another run is still refused."""
-    base, branch, other = (tmp_path / name for name in ("base", "branch", "other"))
-    for run in (base, other):
+    """A launch script gives it again after status 85; the branch of another run is still refused."""
+    base, branch, other_run = (tmp_path / name for name in ("base", "branch", "other"))
+    for run in (base, other_run):
         alone.run(TRAINER, *flags, "--train-iters", 1, "--save", run)
     command = [*flags, "--load", base, "--load-if-present", "--save", branch]
     alone.run(TRAINER, *command, "--train-iters", 2)
@@ -71,5 +71,5 @@ def test_the_command_that_began_a_branch_continues_it(flags: list[object], alone
     alone.run(TRAINER, *flags, "--load", branch, "--save", branch, "--train-iters", 4)
     alone.run(TRAINER, *command, "--train-iters", 5)
     assert series(branch, "step") == [1, 2, 3, 4]
-    foreign = [*flags, "--load", base, "--load-if-present", "--save", other]
+    foreign = [*flags, "--load", base, "--load-if-present", "--save", other_run]
     assert "holds the checkpoints of another run" in refused_command(alone, TRAINER, *foreign)

@@ -20,7 +20,9 @@ from tests.checkpoint.models import write_model
 from tests.launcher import call
 from tests.theirs import write_theirs
 
-LENGTH, CHUNK, VOCABULARY = 24, 6, 50
+LENGTH = 24
+CHUNK = 6
+VOCABULARY = 50
 WHOLE_CHUNKS = ShortContext(CHUNK, CHUNK, every_token=True)
 RUN = Config(
     model=ModelConfig(num_layers=8, vocab_size=VOCABULARY),
@@ -75,8 +77,9 @@ def opened(store: Path, rows: int) -> ScoreStore:
 
 @pytest.mark.parametrize("processes", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_only_rows_that_are_wanted_and_missing_are_computed(model: Path, tmp_path: Path, processes: int) -> None:
-    """Of rows 0 to 6, 1 to 5 are wanted, and 2 is there: of three processes one computes two, the others one."""
-    rows, there = 7, np.full(LENGTH, 1e9, dtype=np.float32)
+    """Rows 1 to 5 of 0 to 6 are wanted, and 2 is there: of three processes one computes two, the others one."""
+    rows = 7
+    there = np.full(LENGTH, 1e9, dtype=np.float32)
     opened(tmp_path / "store", rows).write(2, there)
     call(score, processes, model, tmp_path / "store", rows, range(1, 6), group=False)
     store = opened(tmp_path / "store", rows)

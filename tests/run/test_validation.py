@@ -52,7 +52,7 @@ def test_a_stage_that_stopped_early_has_ended_when_lm_eval_has_run(
 
 
 def test_only_losses_of_one_setting_are_compared(tmp_path: Path) -> None:
-    """Those of the running validations, or for a run that has ended, of its last one."""
+    """The losses read are of the running validations, or of the last ones of a run that has ended."""
     settings = ["a", "a", "b", "b"]
     lines = [f'{{"step": {n}, "valid_loss": {n}.0, "setting": "{name}"}}\n' for n, name in enumerate(settings)]
     (tmp_path / "evaluation.jsonl").write_text("".join(lines))
@@ -67,7 +67,7 @@ def test_a_resumed_run_reads_the_validations_up_to_its_step(tmp_path: Path) -> N
     lines = [f'{{"step": {10 * n}, "valid_loss": {loss}}}\n' for n, loss in enumerate((2.0, 3.0, "null", 1.0))]
     (tmp_path / "evaluation.jsonl").write_text("".join(lines))
     assert read_losses(tmp_path, 20) == read_losses(tmp_path, 25) == {0: 2.0, 10: 3.0, 20: None}
-    said = stop_reason(read_losses(tmp_path, 10), TrainingConfig(early_stopping_patience=1))
-    assert said.startswith(
+    reason = stop_reason(read_losses(tmp_path, 10), TrainingConfig(early_stopping_patience=1))
+    assert reason.startswith(
         "stopped early: the validation loss was lowest after 0 steps, 2.0000, and the 1 validations "
     )

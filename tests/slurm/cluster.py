@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "squeue", "sinfo")
 PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])  # where Debian has the daemons
 NODES = ("n1", "n2")
-STARTUP_S, JOB_S = 60, 300  # a start of training takes 10 s on an idle machine
+STARTUP_S = 60  # a start of training takes 10 s on an idle machine
+JOB_S = 300
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 CONFIGURATION = """
@@ -114,7 +115,8 @@ class Cluster:
         Raises:
             AssertionError: it failed, with its stderr and the daemons' logs.
         """
-        words, variables = [str(word) for word in command], self.environment | (environment or {})
+        words = [str(word) for word in command]
+        variables = self.environment | (environment or {})
         done = subprocess.run(words, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, f"{command}: {done.stderr}\n{self.logs()}"
         return done.stdout.strip()
@@ -124,7 +126,7 @@ class Cluster:
         return self.call("sbatch", "--parsable", *arguments, environment=environment)
 
     def field(self, job: str, name: str) -> str:
-        """What `scontrol show job` says, such as JobState."""
+        """Return what `scontrol show job` says, such as JobState."""
         shown = self.call("scontrol", "show", "--oneliner", "job", job)
         return next(word.removeprefix(f"{name}=") for word in shown.split() if word.startswith(f"{name}="))
 
@@ -168,14 +170,16 @@ class Cluster:
         return done.stdout.split().count("idle")
 
     def _processes(self) -> list[psutil.Process]:
-        """Those that carry this cluster's configuration in their environment, or work in its folder."""
-        found = []
+        """Return processes with this cluster's configuration in their environment, or that work in its folder."""
+        processes = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                ours = process.environ().get("SLURM_CONF") == self.environment["SLURM_CONF"]
-                if (ours or str(self.folder) in " ".join(process.cmdline())) and process.pid != os.getpid():
-                    found.append(process)
-        return found
+                has_configuration = process.environ().get("SLURM_CONF") == self.environment["SLURM_CONF"]
+                if (
+                    has_configuration or str(self.folder) in " ".join(process.cmdline())
+                ) and process.pid != os.getpid():
+                    processes.append(process)
+        return processes
 
 
 def wait_until(condition: Callable[[], bool], seconds: float, explain: Callable[[], str], every: float = 0.2) -> None:

@@ -40,10 +40,10 @@ def files(small_data: SmallData, tmp_path_factory: pytest.TempPathFactory) -> li
     """The corpus in five files, one of which has a space in its name."""
     folder = tmp_path_factory.mktemp("files")
     lines = small_data.prefix.with_suffix(".jsonl").read_text().splitlines(keepends=True)
-    made = [folder / f"text {number}.jsonl" if number == 2 else folder / f"text{number}.jsonl" for number in range(5)]
-    for number, path in enumerate(made):
+    paths = [folder / f"text {number}.jsonl" if number == 2 else folder / f"text{number}.jsonl" for number in range(5)]
+    for number, path in enumerate(paths):
         path.write_text("".join(lines[number::5]))
-    return made
+    return paths
 
 
 @pytest.mark.slow
@@ -62,8 +62,8 @@ def test_each_task_preprocesses_its_files(
         flags = ["--input", path, "--output-prefix", whole, "--tokenizer-model", small_data.tokenizer]
         alone.run("tools/preprocess_data.py", *flags)
         for suffix in (".bin", ".idx"):
-            made = (tmp_path / f"part-0000{number}").with_suffix(suffix)
-            assert made.read_bytes() == whole.with_suffix(suffix).read_bytes()
+            written = (tmp_path / f"part-0000{number}").with_suffix(suffix)
+            assert written.read_bytes() == whole.with_suffix(suffix).read_bytes()
     assert "no file left" in (tmp_path / "job-6.log").read_text()
 
 
@@ -94,6 +94,6 @@ def test_an_array_fills_one_store(cluster: Cluster, alone: Commands, small_data:
     job = cluster.submit(*options, "examples/slurm/score.sbatch", *flags, environment=settings)
     finish(cluster, job, 2, tmp_path)
     alone.run("tools/score_tokens.py", "--checkpoint", tmp_path / "model", "--output", tmp_path / "alone.zarr", *flags)
-    ours, theirs = (zarr.open_array(tmp_path / name, mode="r")[:] for name in ("scores.zarr", "alone.zarr"))
-    assert not np.isnan(theirs).any()
-    np.testing.assert_array_equal(ours, theirs)
+    by_array, by_one_process = (zarr.open_array(tmp_path / name, mode="r")[:] for name in ("scores.zarr", "alone.zarr"))
+    assert not np.isnan(by_one_process).any()
+    np.testing.assert_array_equal(by_array, by_one_process)

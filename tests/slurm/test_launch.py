@@ -47,9 +47,9 @@ def test_a_dry_run_prints_the_command(tmp_path: Path) -> None:
 
 
 def test_the_run_is_no_flag(tmp_path: Path) -> None:
-    said = refusal(launch(tmp_path, "--lr", "1e-4", flag := "--save=x", script=PRETRAIN))
-    assert f": got {flag}, needs none, as the script gives RUN for it; leave it out" in said
-    assert f"write the step into {tmp_path}/run/checkpoints/latest_checkpointed_iteration.txt" in said
+    message = refusal(launch(tmp_path, "--lr", "1e-4", flag := "--save=x", script=PRETRAIN))
+    assert f": got {flag}, needs none, as the script gives RUN for it; leave it out" in message
+    assert f"write the step into {tmp_path}/run/checkpoints/latest_checkpointed_iteration.txt" in message
     assert launch(tmp_path, "--load-latest-complete", "--save-interval", "5", script=PRETRAIN).returncode == 0
 
 
@@ -170,8 +170,8 @@ def test_how_jobs_end(cluster: Cluster, tmp_path: Path) -> None:
 
     for name, case in CASES.items():
         state = cluster.end_of(jobs[name], lambda name=name: f"{name}\n{said(name)}\n{cluster.logs()}")
-        found = state, cluster.field(jobs[name], "ExitCode"), int(cluster.field(jobs[name], "Restarts"))
-        assert found == (case.state, case.code, case.restarts), f"{name}\n{said(name)}"
+        outcome = state, cluster.field(jobs[name], "ExitCode"), int(cluster.field(jobs[name], "Restarts"))
+        assert outcome == (case.state, case.code, case.restarts), f"{name}\n{said(name)}"
     assert not list(tmp_path.rglob("mark")), "a file of crashes is no program"
 
 
@@ -199,7 +199,7 @@ ASK = "from megatron_ext.launch import *\ntry: print(read_launch().world_size)\n
 
 
 def test_tasks_of_srun_without_ranks_are_refused(cluster: Cluster) -> None:
-    """Those of a step that has several are; a single one, a batch script and a shell of salloc run one process."""
+    """Several tasks of a step are refused; a single one, a batch script and a shell of salloc run one process."""
     python = (sys.executable, "-c", ASK)
     texts = cluster.call("srun", "--ntasks=2", *python).splitlines()
     assert len(texts) == 2

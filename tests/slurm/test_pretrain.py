@@ -23,7 +23,9 @@ class Job:
     """A submitted run of the CPU twin in the folder `run`; `number` is Slurm's."""
 
     def __init__(self, cluster: Cluster, data: SmallData, run: Path) -> None:
-        self.cluster, self.run, self.output = cluster, run, run.with_name(f"{run.name}.log")
+        self.cluster = cluster
+        self.run = run
+        self.output = run.with_name(f"{run.name}.log")
         environment = {"RUN": str(run), "VENV": sys.prefix, "PYTHONPATH": os.environ["PYTHONPATH"]}
         environment |= {"MASTER_ADDR": socket.gethostname(), "OMP_NUM_THREADS": "1"}
         config = ["--config", "examples/configs/cpu_smoke.yaml", "--seq-length", "256", "--train-iters", str(STEPS)]

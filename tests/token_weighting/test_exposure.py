@@ -14,7 +14,8 @@ from megatron_ext.token_weighting.exposure import exposure_rows
 from tests.run.test_batches import ranks
 from tests.token_weighting.reference import exposure_weights
 
-LENGTH, ROWS = 300, 8
+LENGTH = 300
+ROWS = 8
 EXPOSURE = WeightingConfig(token_weighting="unfrozen", weight_score="exposure", weight_post="none", exposure_tau=20)
 
 
@@ -29,7 +30,8 @@ def row_at(sample: int) -> TokenRow:
 
 
 def config(weighting: WeightingConfig, *, document_mask: bool = True, **data: Any) -> Config:
-    sizes, window = {"seq_length": LENGTH, "global_batch_size": ROWS}, WindowConfig(document_mask=document_mask)
+    sizes = {"seq_length": LENGTH, "global_batch_size": ROWS}
+    window = WindowConfig(document_mask=document_mask)
     return Config(data=DataConfig(**sizes, **data), window=window, weighting=weighting)
 
 
@@ -56,14 +58,14 @@ def by_hand(samples: Sequence[int], weighting: WeightingConfig, *, document_mask
 def test_the_weights_are_those_of_a_count_by_hand(options: dict[str, Any], document_mask: bool) -> None:
     weighting = replace(EXPOSURE, **options)
     weighed = exposure_rows(row_at, map(row_at, range(ROWS)), config(weighting, document_mask=document_mask))
-    ours = np.stack([weighed(sample).weights for sample in range(ROWS)])
-    theirs = by_hand(range(ROWS), weighting, document_mask=document_mask)
-    np.testing.assert_allclose(ours, theirs, rtol=1e-6)
-    assert len(np.unique(theirs)) > 1
+    weights = np.stack([weighed(sample).weights for sample in range(ROWS)])
+    expected = by_hand(range(ROWS), weighting, document_mask=document_mask)
+    np.testing.assert_allclose(weights, expected, rtol=1e-6)
+    assert len(np.unique(expected)) > 1
 
 
 def test_a_global_batch_without_a_tail_is_uniform() -> None:
-    """Also the largest power of a rarity is finite."""
+    """The largest power of a rarity is finite too."""
     short = replace(row_at(0), document_ends=np.arange(1, LENGTH + 1))
     assert (exposure_rows(lambda _: short, [short] * ROWS, config(EXPOSURE))(0).weights == 1).all()
     steep = config(replace(EXPOSURE, exposure_gamma=1e4))
@@ -76,10 +78,12 @@ def test_a_global_batch_without_a_tail_is_uniform() -> None:
 )
 def test_every_rank_and_window_weighs_by_the_whole_global_batch(data: dict[str, Any], window: int) -> None:
     """A rank has its own rows, and a target's context is the full row's, whatever the window of the step."""
-    first, seen = 3 * ROWS, {}
+    first = 3 * ROWS
+    seen = {}
     samples = range(first, first + ROWS)
     rows = {row_at(sample).tokens[:-1].tobytes(): number for number, sample in enumerate(samples)}
-    theirs, trained = by_hand(samples, EXPOSURE), np.stack([row_at(sample).trained for sample in samples])
+    expected = by_hand(samples, EXPOSURE)
+    trained = np.stack([row_at(sample).trained for sample in samples])
     for rank in range(2):
         maker = BatchMaker(config(EXPOSURE, **data), ranks(rank, 2), None)
         for batch in maker.train(row_at, 3, first, window).train:
@@ -87,5 +91,5 @@ def test_every_rank_and_window_weighs_by_the_whole_global_batch(data: dict[str, 
             assert batch.total_weight == pytest.approx(batch.weights_t[batch.trained_t].sum().item())
             for tokens, weights in zip(batch.tokens_t.split(LENGTH), batch.weights_t.split(LENGTH), strict=True):
                 seen[rows[tokens.numpy().tobytes()]] = weights.numpy()
-    ours = np.stack([seen[number] for number in range(ROWS)])
-    np.testing.assert_allclose(ours[trained], theirs[trained], rtol=1e-6)
+    actual = np.stack([seen[number] for number in range(ROWS)])
+    np.testing.assert_allclose(actual[trained], expected[trained], rtol=1e-6)

@@ -14,21 +14,23 @@ from megatron_ext.token_weighting.store import ScoreStore, StoreIdentity
 from tests.conftest import refused
 from tests.data.packing.sources import ListedSource
 
-LENGTH, SHORT, SEED = 16, 5, 3
+LENGTH = 16
+SHORT = 5
+SEED = 3
 LENGTHS = [40, 5, 9, 17, 0, 23, 6, 1, 30, 12]
 
 
 def stores(folder: Path, rows: int, losses: Any) -> list[ScoreStore]:
     """Stores of short-context losses and of whole rows, float32 [2, rows, L]."""
-    made = []
+    score_stores = []
     for context, of_rows in zip((SHORT, LENGTH), losses, strict=True):
         facts = {"seed": SEED, "vocab_size": 9, "data": "d", "packing": "p", "tokenizer": "t", "model": "m"}
         identity = StoreIdentity(rows=rows, row_length=LENGTH, short_context=context, short_stride=1, **facts)
         store = ScoreStore.create_or_resume(folder / str(context), identity)
         for row in range(rows):
             store.write(row, of_rows[row])
-        made.append(store)
-    return made
+        score_stores.append(store)
+    return score_stores
 
 
 def packed(policy: str, **options: float) -> PackedRows:
@@ -45,22 +47,23 @@ def test_gains_are_those_of_every_token(tmp_path: Path, policy: str, options: di
     rows = packed(policy, **options)
     count = math.ceil(scored * rows.plan.rows)
     short, long = losses = np.random.default_rng(1).gamma(2.0, 1.0, (2, count, LENGTH)).astype(np.float32)
-    ours = document_gains(rows, *stores(tmp_path, count, losses), 0)
-    found: dict[int, list[float]] = {}
+    gains = document_gains(rows, *stores(tmp_path, count, losses), 0)
+    token_gains: dict[int, list[float]] = {}
     for sample in range(count):
         pieces = rows.plan.row_pieces(rows.row_index(sample)).tolist()
         owners = [(document, number) for number, (document, _, tokens) in enumerate(pieces) for _ in range(tokens)]
         for place in range(LENGTH - 1):
             if place + 1 < len(owners) and owners[place] == owners[place + 1]:
-                p, difference = math.exp(-long[sample, place]), short[sample, place] - long[sample, place]
-                found.setdefault(owners[place][0], []).append(p * float(difference))
+                p = math.exp(-long[sample, place])
+                difference = short[sample, place] - long[sample, place]
+                token_gains.setdefault(owners[place][0], []).append(p * float(difference))
     for document, length in enumerate(LENGTHS):
-        if document not in found:
-            assert np.isnan(ours[document])
+        if document not in token_gains:
+            assert np.isnan(gains[document])
         else:
-            wanted = 0.0 if length <= SHORT else math.fsum(found[document]) / len(found[document])
-            assert ours[document] == pytest.approx(wanted, rel=1e-6, abs=1e-9), document
-    assert scored == 1.0 or np.isnan(ours[[number for number, length in enumerate(LENGTHS) if length > 1]]).any()
+            wanted = 0.0 if length <= SHORT else math.fsum(token_gains[document]) / len(token_gains[document])
+            assert gains[document] == pytest.approx(wanted, rel=1e-6, abs=1e-9), document
+    assert scored == 1.0 or np.isnan(gains[[number for number, length in enumerate(LENGTHS) if length > 1]]).any()
 
 
 @pytest.mark.parametrize(("share", "kept"), [(1.0, [1, 2, 3, 5, 6]), (0.6, [2, 3, 5]), (0.41, [2, 3, 5]), (1e-9, [3])])

@@ -64,7 +64,7 @@ class Case:
         return max(start, self.first_dependency(scores))  # nothing before it is needed
 
     def is_scored(self, token: int) -> bool:
-        """Whether its contexts differ, unless every token is scored."""
+        """Return whether the token's contexts differ, or every token is scored."""
         return self.short.every_token or self.first_dependency(token) < self.chunk_start(token)
 
     def first_dependency(self, token: int) -> int:
@@ -88,10 +88,12 @@ def cases(draw: st.DrawFn) -> Case:
         num_layers=4,
     )
     window = draw(st.integers(1, length))
-    ends = st.lists(st.integers(0, length), max_size=4).map(lambda found: np.array(sorted(found), dtype=np.int64))
+    ends = st.lists(st.integers(0, length), max_size=4).map(
+        lambda drawn_ends: np.array(sorted(drawn_ends), dtype=np.int64)
+    )
     documents = [[draw(ends) for _ in range(rows)] for _ in range(batches)]
     masks = [options.at(length, batch, window) for batch in documents]
-    together = options.at(length, [one for batch in documents for one in batch], window)
+    together = options.at(length, [row_ends for batch in documents for row_ends in batch], window)
     n = draw(st.integers(1, 14))
     short = ShortContext(n, draw(st.integers(1, n)), draw(st.booleans()))
     return Case(masks, together, length, short)
@@ -104,8 +106,8 @@ divisions = st.builds(
 
 @given(cases(), divisions)
 def test_every_scored_token_sees_its_short_context_and_no_more(case: Case, division: Division) -> None:
-    found = case.run(division)
-    for batch in found.batches:
+    short_pass = case.run(division)
+    for batch in short_pass.batches:
         tokens = batch.tokens_t.numpy()
         for place in batch.wanted.numpy():
             token = int(tokens[place])
@@ -121,12 +123,12 @@ def test_every_scored_token_sees_its_short_context_and_no_more(case: Case, divis
 
 @given(cases(), divisions)
 def test_batches_are_equally_long_and_request_only_scored_tokens(case: Case, division: Division) -> None:
-    found = case.run(division)
-    np.testing.assert_array_equal(found.scored, [case.is_scored(token) for token in range(case.total)])
-    assert bool(found.batches) == bool(found.scored.any())
-    assert len(found.batches) % division.multiple == 0
-    assert len({len(batch.tokens_t) for batch in found.batches}) <= 1
-    for batch in found.batches:
+    short_pass = case.run(division)
+    np.testing.assert_array_equal(short_pass.scored, [case.is_scored(token) for token in range(case.total)])
+    assert bool(short_pass.batches) == bool(short_pass.scored.any())
+    assert len(short_pass.batches) % division.multiple == 0
+    assert len({len(batch.tokens_t) for batch in short_pass.batches}) <= 1
+    for batch in short_pass.batches:
         length = len(batch.tokens_t)
         assert batch.layout.tokens == length
         assert length % division.unit == 0
@@ -134,8 +136,8 @@ def test_batches_are_equally_long_and_request_only_scored_tokens(case: Case, div
         assert not batch.trained_t.any()
         places = batch.wanted.numpy()
         np.testing.assert_array_equal(batch.labels_t.numpy()[places], LABEL + batch.tokens_t.numpy()[places])
-    filled = max((int(np.count_nonzero(batch.labels_t.numpy())) for batch in found.batches), default=0)
-    assert all(len(batch.tokens_t) - filled < division.unit for batch in found.batches)  # labels of padding are 0
+    filled = max((int(np.count_nonzero(batch.labels_t.numpy())) for batch in short_pass.batches), default=0)
+    assert all(len(batch.tokens_t) - filled < division.unit for batch in short_pass.batches)  # labels of padding are 0
 
 
 BOS = 999

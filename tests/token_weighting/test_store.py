@@ -58,8 +58,8 @@ def test_the_format_is_plain_zarr_with_one_file_per_row(tmp_path: Path) -> None:
 def test_another_identity_is_refused_by_field(tmp_path: Path, name: str) -> None:
     filled(tmp_path / "store")
     assert ScoreStore.open(tmp_path / "store", **asdict(IDENTITY)).identity == IDENTITY
-    other = replace(IDENTITY, **{name: OTHERS[name]})
-    assert f"its {name} is " in refused(ScoreStore.create_or_resume, tmp_path / "store", other)
+    other_identity = replace(IDENTITY, **{name: OTHERS[name]})
+    assert f"its {name} is " in refused(ScoreStore.create_or_resume, tmp_path / "store", other_identity)
     assert f"its {name} is " in refused(ScoreStore.open, tmp_path / "store", **{name: OTHERS[name]})
 
 
@@ -139,12 +139,13 @@ def kill_a_writer(path: Path, identity: StoreIdentity, chance: random.Random) ->
 
 
 def test_a_killed_writer_loses_and_doubles_nothing(tmp_path: Path) -> None:
-    chance, identity = random.Random(3), replace(IDENTITY, rows=120, row_length=65_536)
+    chance = random.Random(3)
+    identity = replace(IDENTITY, rows=120, row_length=65_536)
     for _ in range(3):
         assert kill_a_writer(tmp_path / "store", identity, chance) in (0, 1)
-    rest = ScoreStore.create_or_resume(tmp_path / "store", identity).missing(range(identity.rows))
+    missing_rows = ScoreStore.create_or_resume(tmp_path / "store", identity).missing(range(identity.rows))
     process, reader = start_scoring(tmp_path / "store", identity)
-    assert received(reader) == rest
+    assert received(reader) == missing_rows
     process.join()
     store = ScoreStore.open(tmp_path / "store", **asdict(identity))
     assert all(np.array_equal(store.read(row), losses_of(row, 65_536)) for row in range(identity.rows))

@@ -78,22 +78,25 @@ def test_what_an_infinite_loss_or_an_overflow_is_called() -> None:
 
 @pytest.mark.parametrize(("score", "post"), PAIRS)
 def test_tensors_arrays_and_lists_agree_and_stay_as_they_are(score: str, post: str) -> None:
-    trained, before = np.array([[True, True, False, True], [True] * 4]), (LONG.copy(), SHORT.copy(), ENTROPY.copy())
+    trained = np.array([[True, True, False, True], [True] * 4])
+    before = (LONG.copy(), SHORT.copy(), ENTROPY.copy())
 
     def weighed(kind: Any) -> Any:
         entropy = {"entropy": kind(ENTROPY)} if score == "mile" else {}
         options = {"score": score, "post": post, "strength": 0.4, "seed": [5, 6]}
         return weigh(kind(LONG), kind(SHORT), trained=kind(trained), **options, **entropy)
 
-    array, lists, tensor = weighed(np.asarray), weighed(np.ndarray.tolist), weighed(torch.tensor)
+    array = weighed(np.asarray)
+    lists = weighed(np.ndarray.tolist)
+    tensor = weighed(torch.tensor)
     learned = weighed(lambda values: torch.tensor(values, requires_grad=values.dtype == np.float32))
     assert isinstance(array, np.ndarray)
     assert isinstance(tensor, torch.Tensor)
     assert array.dtype == lists.dtype == np.float32
     assert tensor.dtype == torch.float32
     assert not learned.requires_grad
-    for other in (lists, tensor.numpy(), learned.numpy()):
-        np.testing.assert_array_equal(other, array)
+    for weights in (lists, tensor.numpy(), learned.numpy()):
+        np.testing.assert_array_equal(weights, array)
     for now, was in zip((LONG, SHORT, ENTROPY), before, strict=True):
         np.testing.assert_array_equal(now, was)
 

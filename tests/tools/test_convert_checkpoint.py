@@ -43,7 +43,8 @@ LAYOUTS = {
 def test_layouts_export_what_they_hold(alone: Commands, small_data: SmallData, tmp_path: Path, layout: str) -> None:
     processes, flags = LAYOUTS[layout]
     run = launch([*small_data.flags, *SHORT, *flags], processes, tmp_path / "run")
-    export, final = convert(alone, "megatron-to-hf", run.folder, tmp_path / "model"), run.weights("final")
+    export = convert(alone, "megatron-to-hf", run.folder, tmp_path / "model")
+    final = run.weights("final")
     model = load_file(export / "model.safetensors")
     assert model.keys() == final.keys()
     assert all(np.array_equal(model[key], final[key]) for key in final)
@@ -61,36 +62,37 @@ def test_bf16_is_exported_as_bf16(alone: Commands, small_data: SmallData, tmp_pa
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("architecture", slow_but(QUICK, [one for one in ARCHITECTURES if one not in ALIKE]))
+@pytest.mark.parametrize("architecture", slow_but(QUICK, [name for name in ARCHITECTURES if name not in ALIKE]))
 def test_both_compute_the_same(alone: Commands, tmp_path: Path, architecture: str) -> None:
     """Logits to 1e-5 of the largest, loss to 1e-5 and greedy tokens, on a text longer than any local window."""
     model = write_model(tmp_path / "model", architecture)
     run = convert(alone, "hf-to-megatron", model, tmp_path / "run")
     verify = (TOOL, "verify", "--input", model, "--output", run, *BYTES)
     (done,) = alone.run(*verify)
-    said = re.search(r"logits up to (\S+) in size\nlogits   largest difference (\S+) of", done.stdout)
-    assert said is not None, done.stdout
-    assert float(said[2]) <= 1e-5 * float(said[1])
+    match = re.search(r"logits up to (\S+) in size\nlogits   largest difference (\S+) of", done.stdout)
+    assert match is not None, done.stdout
+    assert float(match[2]) <= 1e-5 * float(match[1])
     if architecture == "llama":
         alone.run(*verify, "--dtype", "bfloat16")
         alone.run(TOOL, "verify", "--input", run, "--output", model, *BYTES)
 
 
 def test_two_models_are_told_apart(alone: Commands, tmp_path: Path) -> None:
-    model, name = write_model(tmp_path / "model", "llama"), "model.layers.3.input_layernorm.weight"
+    model = write_model(tmp_path / "model", "llama")
+    name = "model.layers.3.input_layernorm.weight"
     run = convert(alone, "hf-to-megatron", model, tmp_path / "run")
     tensors = load_tensors(model / "model.safetensors")
     tensors[name] = tensors[name].flip(0).contiguous()
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
     verify = (TOOL, "verify", "--input", model, "--output", run, *BYTES, "--dtype", "bfloat16")
     assert alone.attempt(*verify)[0].status == 1
-    other = write_model(tmp_path / "other", "llama", vocab_size=301)
-    said = refused_command(alone, TOOL, "verify", "--input", other, "--output", run, *BYTES)
-    assert "got models with 301 and 300 token ids" in said
+    other_model = write_model(tmp_path / "other", "llama", vocab_size=301)
+    message = refused_command(alone, TOOL, "verify", "--input", other_model, "--output", run, *BYTES)
+    assert "got models with 301 and 300 token ids" in message
 
 
 def test_training_goes_on_from_a_converted_model(alone: Commands, stories_model: Path, tmp_path: Path) -> None:
-    """With its own config.yaml, under another layout too: the first losses are those of the Hugging Face folder."""
+    """It has its own config.yaml and another layout too: the first losses equal the Hugging Face folder's."""
     lines = [json.dumps({"text": f"Once there was a {name}. " * 20}) + "\n" for name in "abcdef"]
     (tmp_path / "text.jsonl").write_text("".join(lines))
     data = ("--input", tmp_path / "text.jsonl", "--output-prefix", tmp_path / "text")
@@ -104,7 +106,7 @@ def test_training_goes_on_from_a_converted_model(alone: Commands, stories_model:
         losses.append(series(tmp_path / name, "lm_loss"))
     shared = launch([*flags, "--tensor-model-parallel-size", 2], 2, tmp_path / "tp2")
     for wrong in (["--load", run, "--init-from", "none"], ["--init-optimizer"]):
-        said = refused_command(alone, "pretrain_skyladder.py", *flags, *wrong)
-        assert "holds weights alone, needs an optimizer's state; " in said
+        message = refused_command(alone, "pretrain_skyladder.py", *flags, *wrong)
+        assert "holds weights alone, needs an optimizer's state; " in message
     assert losses[0] == losses[1]
     assert shared.series("lm_loss") == pytest.approx(losses[0], abs=1e-5)

@@ -49,27 +49,27 @@ def test_special_tokens_are_those_of_the_file_beside(tmp_path: Path) -> None:
     file = ranks(tmp_path / "a.tiktoken")
     (tmp_path / "a.tiktoken.json").write_text(json.dumps({"pattern": r"\S+|\s+", "special_tokens": SPECIAL}))
     tokenizer = convert(file, tmp_path / "out")
-    theirs = tiktoken.Encoding("a", pat_str=r"\S+|\s+", mergeable_ranks=RANKS, special_tokens=SPECIAL)
-    assert (tokenizer.eod_id, tokenizer.vocab_size) == (270, theirs.n_vocab)
+    encoding = tiktoken.Encoding("a", pat_str=r"\S+|\s+", mergeable_ranks=RANKS, special_tokens=SPECIAL)
+    assert (tokenizer.eod_id, tokenizer.vocab_size) == (270, encoding.n_vocab)
     for text in (*LINES, "<|endoftext|> the<|fim_prefix|>"):
-        assert tokenizer.encode(text) == theirs.encode_ordinary(text)
+        assert tokenizer.encode(text) == encoding.encode_ordinary(text)
 
 
 def test_long_runs(tmp_path: Path) -> None:
     """Two million spaces make tiktoken itself panic."""
     tokenizer = convert(ranks(tmp_path / "tokenizer.model"), tmp_path / "out", "--encoding", "llama3")
-    theirs = tiktoken.Encoding("a", pat_str=LLAMA3_PATTERN, mergeable_ranks=RANKS, special_tokens={})
+    encoding = tiktoken.Encoding("a", pat_str=LLAMA3_PATTERN, mergeable_ranks=RANKS, special_tokens={})
     for run in (" ", "a", "\n", "é", " the"):
-        assert tokenizer.encode(run * 10_000) == theirs.encode_ordinary(run * 10_000)
+        assert tokenizer.encode(run * 10_000) == encoding.encode_ordinary(run * 10_000)
         assert tokenizer.decode(tokenizer.encode(run * 500_000)) == run * 500_000
 
 
 def train(file: Path, edit: Edit = None, lines: list[str] = LINES, **settings: Any) -> SentencePieceProcessor:
     """Train a SentencePiece model on lines, edit it and write it to a file."""
     written = io.BytesIO()
-    given = {"vocab_size": 400, "byte_fallback": True, "hard_vocab_limit": False, "character_coverage": 1.0}
-    given |= {"minloglevel": 2, "num_threads": 1, **settings}
-    SentencePieceTrainer.train(sentence_iterator=iter(lines), model_writer=written, **given)
+    options = {"vocab_size": 400, "byte_fallback": True, "hard_vocab_limit": False, "character_coverage": 1.0}
+    options |= {"minloglevel": 2, "num_threads": 1, **settings}
+    SentencePieceTrainer.train(sentence_iterator=iter(lines), model_writer=written, **options)
     proto = ModelProto.FromString(written.getvalue())
     if edit is not None:
         edit(proto)
@@ -82,7 +82,7 @@ def normal_pieces(proto: Any) -> list[Any]:
 
 
 def shuffle(proto: Any) -> None:
-    """Ids in another order than that of the scores."""
+    """Give the pieces another order of ids than of scores."""
     pieces = [(piece.piece, piece.score) for piece in normal_pieces(proto)]
     random.Random(0).shuffle(pieces)
     for number, piece in enumerate(normal_pieces(proto)):
@@ -91,7 +91,8 @@ def shuffle(proto: Any) -> None:
 
 def mislead(proto: Any) -> None:
     """The trainer's settings name another unknown piece than the types of the pieces."""
-    proto.trainer_spec.unk_id, proto.trainer_spec.unk_piece = 0, "<s>"
+    proto.trainer_spec.unk_id = 0
+    proto.trainer_spec.unk_piece = "<s>"
 
 
 def level(proto: Any) -> None:
@@ -136,21 +137,25 @@ ODD = [
     ],
 )
 def test_ids_are_those_of_sentencepiece(tmp_path: Path, kind: str, edit: Edit, settings: dict[str, Any]) -> None:
-    theirs = train(tmp_path / "spm.model", edit, model_type=kind, **settings)
-    ours = convert(tmp_path / "spm.model", tmp_path / "out")
-    assert {text: ours.encode(text) for text in ODD} == {text: theirs.encode(text) for text in ODD}
-    assert (ours.vocab_size, ours.eod_id, ours.bos_id) == (theirs.vocab_size(), theirs.eos_id(), theirs.bos_id())
+    processor = train(tmp_path / "spm.model", edit, model_type=kind, **settings)
+    tokenizer = convert(tmp_path / "spm.model", tmp_path / "out")
+    assert {text: tokenizer.encode(text) for text in ODD} == {text: processor.encode(text) for text in ODD}
+    assert (tokenizer.vocab_size, tokenizer.eod_id, tokenizer.bos_id) == (
+        processor.vocab_size(),
+        processor.eos_id(),
+        processor.bos_id(),
+    )
     for text in LINES[:3]:
-        assert ours.decode(ours.encode(text[:-1])) == theirs.decode(theirs.encode(text[:-1]))
+        assert tokenizer.decode(tokenizer.encode(text[:-1])) == processor.decode(processor.encode(text[:-1]))
 
 
 def test_ties_are_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    theirs = train(tmp_path / "spm.model", level, model_type="unigram")
-    ours = convert(tmp_path / "spm.model", tmp_path / "out")
+    processor = train(tmp_path / "spm.model", level, model_type="unigram")
+    tokenizer = convert(tmp_path / "spm.model", tmp_path / "out")
     (ties,) = re.findall(r"(\d+) others of the same score", capfd.readouterr().out)
     assert int(ties) > 0
     for text in LINES[:20]:
-        pieces = ["".join(theirs.id_to_piece(ids)) for ids in (ours.encode(text), theirs.encode(text))]
+        pieces = ["".join(processor.id_to_piece(ids)) for ids in (tokenizer.encode(text), processor.encode(text))]
         assert pieces[0] == pieces[1]
 
 
@@ -175,10 +180,10 @@ def test_many_characters(tmp_path: Path) -> None:
     """Real Japanese models have more characters that are not neighbours in Unicode than a pattern may hold."""
     characters = [chr(number) for number in (*range(0x4E00, 0x9FFF, 2), *range(0xAC00, 0xD7A3, 2))]
     rows = ["".join(characters[start : start + 64]) for start in range(0, len(characters), 64)]
-    theirs = train(tmp_path / "spm.model", lines=rows, model_type="unigram", vocab_size=16_500)
-    ours = convert(tmp_path / "spm.model", tmp_path / "out")
+    processor = train(tmp_path / "spm.model", lines=rows, model_type="unigram", vocab_size=16_500)
+    tokenizer = convert(tmp_path / "spm.model", tmp_path / "out")
     for text in (*rows[:9], "<0x41>", "x<0x41> <unk>", "丁<丁"):
-        assert ours.encode(text) == theirs.encode(text)
+        assert tokenizer.encode(text) == processor.encode(text)
 
 
 def break_map(proto: Any) -> None:
@@ -222,13 +227,13 @@ def test_ids_are_those_of_tekken(tmp_path: Path) -> None:
         "vocab": vocab,
     }
     (tmp_path / "tekken.json").write_text(json.dumps(about))
-    ours = convert(tmp_path / "tekken.json", tmp_path / "out")
+    tokenizer = convert(tmp_path / "tekken.json", tmp_path / "out")
     used = {token: rank for token, rank in RANKS.items() if rank < len(RANKS) - 1}
-    theirs = tiktoken.Encoding("a", pat_str=r"\S+|\s+", mergeable_ranks=used, special_tokens={})
+    encoding = tiktoken.Encoding("a", pat_str=r"\S+|\s+", mergeable_ranks=used, special_tokens={})
     for text in (*LINES, "</s>", "<s>[INST]the", "\n\n"):
-        assert ours.encode(text) == [9 + rank for rank in theirs.encode_ordinary(text)]
-    assert (ours.eod_id, ours.bos_id, ours.vocab_size) == (2, 1, 9 + len(used))
-    assert ours.decode(range(9)) == "".join(names) + "".join(f"<SPECIAL_{number}>" for number in range(4, 9))
+        assert tokenizer.encode(text) == [9 + rank for rank in encoding.encode_ordinary(text)]
+    assert (tokenizer.eod_id, tokenizer.bos_id, tokenizer.vocab_size) == (2, 1, 9 + len(used))
+    assert tokenizer.decode(range(9)) == "".join(names) + "".join(f"<SPECIAL_{number}>" for number in range(4, 9))
     assert "convert_tokenizer.py" in refused(Tokenizer, tmp_path / "tekken.json")
     del about["special_tokens"]
     (tmp_path / "tekken.json").write_text(json.dumps(about))

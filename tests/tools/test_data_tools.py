@@ -45,18 +45,19 @@ LIBRARY |= dict.fromkeys([*LEFT_OUT, "_sysconfigdata__linux.py", "LICENSE.txt"],
 
 
 def test_one_package_is_one_document(tmp_path: Path) -> None:
-    library, output = tmp_path / "lib", tmp_path / "out" / "corpus.jsonl"
+    library = tmp_path / "lib"
+    output = tmp_path / "out" / "corpus.jsonl"
     for name, content in LIBRARY.items():
         (library / name).parent.mkdir(parents=True, exist_ok=True)
         (library / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     assert gather_corpus(output, stdlib=library) == (3, 0)
-    found = {document["name"]: document["text"] for document in read_jsonl(output)}
-    assert found == {
+    texts = {document["name"]: document["text"] for document in read_jsonl(output)}
+    assert texts == {
         "alpha": "# file: alpha.py\na = 1\n",
         "beta": "# file: beta/deep/two.py\nb2 = 2\n# file: beta/one.py\nb1 = 'é'\n",
         "gamma": "# file: gamma.py\nc = 3\n",
     }
-    assert list(found) == ["alpha", "gamma", "beta"]  # by sha256 of the names
+    assert list(texts) == ["alpha", "gamma", "beta"]  # by sha256 of the names
     # a limit keeps the first ones
     sizes = [len(line) for line in output.read_bytes().splitlines(keepends=True)]
     assert gather_corpus(output, sizes[0] + sizes[1], stdlib=library, overwrite=True) == (2, 1)
@@ -68,6 +69,6 @@ def test_one_package_is_one_document(tmp_path: Path) -> None:
 
 
 def test_a_flag_of_several_inputs_may_be_repeated() -> None:
-    """None of them is dropped: a corpus would lack a file."""
+    """No input is dropped: a corpus would lack a file."""
     words = ["--input", "a.jsonl", "b.jsonl", "--output-prefix", "x", "--tokenizer-model", "bytes"]
     assert preprocess_options([*words, "--input", "c.jsonl"]).inputs == ["a.jsonl", "b.jsonl", "c.jsonl"]

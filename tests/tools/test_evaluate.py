@@ -1,4 +1,4 @@
-"""tools/evaluate.py: perplexity is that of a plain loop over models of transformers."""
+"""tools/evaluate.py: perplexity equals a plain loop's over models of transformers."""
 
 import itertools
 import json
@@ -38,7 +38,9 @@ def loop(folder: Path, documents: Sequence[Sequence[int]], length: int, stride: 
     losses: list[float] = []
     bins: dict[str, list[float]] = defaultdict(list)
     for tokens in documents:
-        labels, begin, done = len(tokens) - 1, 0, 0
+        labels = len(tokens) - 1
+        begin = 0
+        done = 0
         while done < labels:
             end = min(begin + length, labels)
             model(torch.tensor([tokens[:1]]))  # dynamic angles keep the longest text's base until a short one comes
@@ -47,7 +49,8 @@ def loop(folder: Path, documents: Sequence[Sequence[int]], length: int, stride: 
             for place in range(done - begin, end - begin):
                 losses.append(scored[place])
                 bins[str(2 ** int(math.log2(place + 1)))].append(scored[place])
-            begin, done = begin + stride, end
+            begin = begin + stride
+            done = end
     mean = float(np.mean(losses))
     means = {keys: float(np.mean(values)) for keys, values in bins.items()}
     return {"loss": mean, "perplexity": math.exp(mean), "tokens": len(losses)} | means
@@ -56,9 +59,17 @@ def loop(folder: Path, documents: Sequence[Sequence[int]], length: int, stride: 
 def found(record: dict[str, Any], length: int, task: str = "all", model: str | None = None) -> Figures:
     """The figures of a task at a length, of a model or of the only one."""
     name = model or next(iter(record["models"]))
-    own = [one for one in record["results"] if (one["model"], one["task"], one["length"]) == (name, task, length)]
-    values = {str(one["position"]) if "position" in one else one["metric"]: one["value"] for one in own}
-    return values | {"tokens": next(one["count"] for one in own if one["metric"] == "loss" and "position" not in one)}
+    results = [
+        result
+        for result in record["results"]
+        if (result["model"], result["task"], result["length"]) == (name, task, length)
+    ]
+    values = {
+        str(result["position"]) if "position" in result else result["metric"]: result["value"] for result in results
+    }
+    return values | {
+        "tokens": next(result["count"] for result in results if result["metric"] == "loss" and "position" not in result)
+    }
 
 
 def close(figures: Figures) -> Any:
@@ -100,7 +111,7 @@ def test_without_the_document_mask_documents_are_one_text(alone: Commands, tmp_p
     flags = [model, "--input", tmp_path / "*.jsonl", "--source-key", "domain", "--tokenizer", "bytes"]
     for documents, per_source in ((["--documents", 4], [3, 1]), (["--documents-per-source", 1], [1, 1])):
         record = evaluated(alone, tmp_path / "out", *flags, "--lengths", 40, *documents)
-        counts = {one["task"]: one["documents"] for one in record["results"] if "documents" in one}
+        counts = {result["task"]: result["documents"] for result in record["results"] if "documents" in result}
         assert [counts["one"], counts["two"]] == per_source
     record = evaluated(alone, tmp_path / "out", *flags, "--lengths", 40, "--stride", 24, "--no-document-mask")
     assert record["settings"]["document_mask"] is False
@@ -112,7 +123,9 @@ def test_without_the_document_mask_documents_are_one_text(alone: Commands, tmp_p
 
 def test_a_share_of_a_source_is_spread_over_it(alone: Commands, tmp_path: Path) -> None:
     """Each third of the documents that are long enough has one of three; their lengths tell which."""
-    model, file, data = write_model(tmp_path / "model", "llama"), tmp_path / "texts.jsonl", tmp_path / "data"
+    model = write_model(tmp_path / "model", "llama")
+    file = tmp_path / "texts.jsonl"
+    data = tmp_path / "data"
     long = ["a" * (20 + 2**number) for number in range(9)]
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("short", *long[:4], "short", *long[4:])))
     tokenizer = ["--tokenizer-model", "bytes"]
@@ -153,8 +166,8 @@ def test_a_run_and_its_export_side_by_side(alone: Commands, small_data: SmallDat
     chosen = [n for n, length in enumerate(source.document_lengths) if length >= 50][:20]
     documents = [source.read(n, 0, int(source.document_lengths[n]))[:200].tolist() for n in chosen]
     assert at["run"] == close(loop(export, documents, 64, 32))
-    same, worse = record["differences"]
-    assert (same["first"], same["second"]) == ("run", "export")
-    assert abs(same["value"]) < 1e-6
-    assert worse["value"] == pytest.approx(at["iter_0000001"]["loss"] - at["run"]["loss"])
-    assert 0 < worse["low"] < worse["value"] < worse["high"]
+    of_export, of_earlier = record["differences"]
+    assert (of_export["first"], of_export["second"]) == ("run", "export")
+    assert abs(of_export["value"]) < 1e-6
+    assert of_earlier["value"] == pytest.approx(at["iter_0000001"]["loss"] - at["run"]["loss"])
+    assert 0 < of_earlier["low"] < of_earlier["value"] < of_earlier["high"]

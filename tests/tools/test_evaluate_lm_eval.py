@@ -65,14 +65,14 @@ def write_tasks(folder: Path) -> Path:
 
 
 def answers(samples: list[dict[str, Any]]) -> list[Any]:
-    """What the model answered to each question, in order."""
+    """Return what the model answered to each question, in order."""
     return [sample["filtered_resps"] for sample in sorted(samples, key=lambda sample: int(sample["doc_id"]))]
 
 
 def assert_same(ours: Any, theirs: Any) -> None:
     if isinstance(ours, (list, tuple)):
-        for one, other in zip(ours, theirs, strict=True):
-            assert_same(one, other)
+        for our_item, their_item in zip(ours, theirs, strict=True):
+            assert_same(our_item, their_item)
     elif isinstance(ours, float):
         assert ours == pytest.approx(theirs, abs=1e-3)
     else:
@@ -97,11 +97,13 @@ def test_answers_are_those_of_lm_evals_own_model(alone: Commands, stories_model:
     """A run under tensor, pipeline and context parallelism, and lm-eval on its export."""
     from lm_eval.tasks import TaskManager
 
-    tasks, run, export = write_tasks(tmp_path / "tasks"), tmp_path / "run", tmp_path / "export"
+    tasks = write_tasks(tmp_path / "tasks")
+    run = tmp_path / "run"
+    export = tmp_path / "export"
     model = with_tokenizer(write_model(tmp_path / "model", "llama", vocab_size=512, std=0.1), stories_model)
     alone.run("tools/convert_checkpoint.py", "hf-to-megatron", "--input", model, "--output", run)
     alone.run("tools/convert_checkpoint.py", "megatron-to-hf", "--input", run, "--output", export)
-    theirs = lm_eval.simple_evaluate(
+    evaluation = lm_eval.simple_evaluate(
         model="hf",
         model_args={"pretrained": str(export), "dtype": "float32", "max_length": MAX_LENGTH, "add_bos_token": False},
         tasks=list(TASKS),
@@ -113,24 +115,24 @@ def test_answers_are_those_of_lm_evals_own_model(alone: Commands, stories_model:
         ("cp2", 2, ["--context-parallel-size", 2]),
     ):
         record, items = evaluated(Commands(processes), tmp_path / name, tasks, run, *layout)
-        results = {(one["task"], one["metric"]): one["value"] for one in record["results"]}
+        results = {(result["task"], result["metric"]): result["value"] for result in record["results"]}
         assert len(results) == 4
         for (task, metric), value in results.items():
-            assert value == pytest.approx(theirs["results"][task][f"{metric},none"], rel=1e-3)
+            assert value == pytest.approx(evaluation["results"][task][f"{metric},none"], rel=1e-3)
         for task in TASKS:
-            ours = [item for item in items if item["task"] == task]
-            assert_same(answers(ours), answers(theirs["samples"][task]))
+            task_items = [item for item in items if item["task"] == task]
+            assert_same(answers(task_items), answers(evaluation["samples"][task]))
 
 
 def test_two_models_are_compared_question_by_question(alone: Commands, stories_model: Path, tmp_path: Path) -> None:
-    other = with_tokenizer(write_model(tmp_path / "other", "llama", vocab_size=512), stories_model)
-    flags = [stories_model, other, "--split-length", 30, "--cut-middle"]
+    other_model = with_tokenizer(write_model(tmp_path / "other", "llama", vocab_size=512), stories_model)
+    flags = [stories_model, other_model, "--split-length", 30, "--cut-middle"]
     record, _ = evaluated(alone, tmp_path / "out", write_tasks(tmp_path / "tasks"), *flags)
-    values = [one["value"] for one in record["results"] if one["metric"] == "acc_norm"]
-    split = [one for one in record["results"] if one["metric"].startswith("acc_norm, prompts")]
-    counts = [(one["metric"], one["count"]) for one in split[:2]]
+    values = [result["value"] for result in record["results"] if result["metric"] == "acc_norm"]
+    split = [result for result in record["results"] if result["metric"].startswith("acc_norm, prompts")]
+    counts = [(result["metric"], result["count"]) for result in split[:2]]
     assert counts == [("acc_norm, prompts <= 30", 1), ("acc_norm, prompts > 30", 5)]
-    assert np.average([one["value"] for one in split[:2]], weights=[1, 5]) == pytest.approx(values[0])
+    assert np.average([result["value"] for result in split[:2]], weights=[1, 5]) == pytest.approx(values[0])
     (pair,) = [pair for pair in record["differences"] if pair["task"] == "choice"]
     assert pair["value"] == pytest.approx(values[1] - values[0])
 
@@ -139,7 +141,7 @@ def test_a_limit_is_of_each_length(alone: Commands, stories_model: Path, tmp_pat
     """RULER's questions are in the order of their lengths, of which lm-eval's own limit takes the first alone."""
     flags = ["--tasks", "niah_single_1", "--lengths", 512, 768, "--max-length", 768, "--limit", 2, "--output", tmp_path]
     alone.run(TOOL, "lm-eval", stories_model, *flags)
-    lengths = [one["length"] for one in json.loads((tmp_path / "lm-eval.json").read_text())["results"]]
+    lengths = [result["length"] for result in json.loads((tmp_path / "lm-eval.json").read_text())["results"]]
     items = read_jsonl(tmp_path / "lm-eval.items.jsonl")
     assert (lengths, len(items)) == ([512, 768], 4)
 
@@ -195,14 +197,14 @@ def test_texts_that_a_task_draws_are_those_of_lm_evals_own_run(stories_model: Pa
     )
 
     def asked(tasks: TaskManager) -> list[object]:
-        found = lm_eval.simple_evaluate(model="dummy", tasks=["drawn"], task_manager=tasks, bootstrap_iters=0)
-        return [sample["arguments"] for sample in found["samples"]["drawn"]]
+        evaluation = lm_eval.simple_evaluate(model="dummy", tasks=["drawn"], task_manager=tasks, bootstrap_iters=0)
+        return [sample["arguments"] for sample in evaluation["samples"]["drawn"]]
 
-    own = asked(TaskManager(include_path=str(tmp_path)))
+    arguments = asked(TaskManager(include_path=str(tmp_path)))
     for _ in range(2):
         tasks = Tasks(["drawn"], Tokenizer(stories_model), None, tmp_path)
         for _ in range(2):
-            assert asked(tasks) == own
+            assert asked(tasks) == arguments
 
 
 def wait_for_slow_tasks(rank: int) -> str:
@@ -249,16 +251,17 @@ def write_mdqa(path: Path, documents: int, gold: int) -> None:
 
 
 def test_mdqa_of_the_users_files(stories_model: Path, tmp_path: Path) -> None:
-    """The mean, and that of each gold position; a file that is missing or of another kind is refused."""
+    """Scores are means, over all and for each gold position; a file that is missing or of another kind is refused."""
     name = "20_total_documents/nq-open-20_total_documents_gold_at_{}.jsonl.gz"
     files = {gold: tmp_path / name.format(gold) for gold in (0, 4, 9, 14, 19)}
     for gold, file in files.items():
         write_mdqa(file, 20, gold)
-    commands, out = Commands(environment={"MDQA_DATA": str(tmp_path)}), tmp_path / "out"
+    commands = Commands(environment={"MDQA_DATA": str(tmp_path)})
+    out = tmp_path / "out"
     flags = [stories_model, "--include-path", MDQA, "--max-length", 512, "--output", out, "--overwrite", "--tasks"]
     commands.run(TOOL, "lm-eval", *flags, "mdqa_20")
-    found = {one["metric"]: one["value"] for one in json.loads((out / "lm-eval.json").read_text())["results"]}
-    assert found == dict.fromkeys(["acc", *(f"gold_at_{gold}" for gold in files)], 0.5)
+    scores = {result["metric"]: result["value"] for result in json.loads((out / "lm-eval.json").read_text())["results"]}
+    assert scores == dict.fromkeys(["acc", *(f"gold_at_{gold}" for gold in files)], 0.5)
     items = read_jsonl(out / "lm-eval.items.jsonl")
     assert [item["doc"]["gold"] for item in items] == [*files, *files]
     prompt = items[0]["arguments"][0][0]
@@ -266,6 +269,6 @@ def test_mdqa_of_the_users_files(stories_model: Path, tmp_path: Path) -> None:
     assert prompt.endswith("\n\nQuestion: who saw the\nAnswer:")
     files[19].write_bytes(files[0].read_bytes())
     for task, message in (("mdqa_30", "gold_at_0.jsonl.gz is missing"), ("mdqa_20", "isgold at 19")):
-        (one,) = commands.attempt(TOOL, "lm-eval", *flags, task)
-        assert one.status == 2
-        assert message in one.stderr
+        (process,) = commands.attempt(TOOL, "lm-eval", *flags, task)
+        assert process.status == 2
+        assert message in process.stderr

@@ -34,12 +34,12 @@ def test_greedy_text_is_that_of_transformers(alone: Commands, tmp_path: Path, ar
     tokenizer = Tokenizer("bytes")
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
     flags = ["--tokenizer", "bytes", "--prompt", *PROMPTS, "--max-new-tokens", NEW, "--batch-size", 2]
-    ours = written(alone, model, tmp_path / "out.jsonl", *flags)
+    answers = written(alone, model, tmp_path / "out.jsonl", *flags)
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     ends = plain.generation_config.eos_token_id
     stop = [tokenizer.eod_id, *(ends if isinstance(ends, list) else [ends] if ends is not None else [])]
-    assert ours == greedy_texts(plain, prompts, NEW, stop)
-    assert len({tuple(answer) for answer in ours}) > 1
+    assert answers == greedy_texts(plain, prompts, NEW, stop)
+    assert len({tuple(answer) for answer in answers}) > 1
 
 
 @pytest.mark.slow
@@ -54,10 +54,10 @@ def test_two_processes_write_what_one_writes(alone: Commands, stories_model: Pat
         (experts, ["--tokenizer", "bytes", "--max-new-tokens", 8], (tensor, pipeline, [*context, *expert])),
     ):
         flags = [*options, "--prompt", *PROMPTS]
-        one = written(alone, model, tmp_path / "one.jsonl", *flags, "--batch-size", 5)
+        by_one_process = written(alone, model, tmp_path / "one.jsonl", *flags, "--batch-size", 5)
         for layout in layouts:
-            two = written(Commands(2), model, tmp_path / "two.jsonl", *flags, "--batch-size", 2, *layout)
-            assert two == one, layout
+            by_two_processes = written(Commands(2), model, tmp_path / "two.jsonl", *flags, "--batch-size", 2, *layout)
+            assert by_two_processes == by_one_process, layout
 
 
 def test_an_answer_continues_the_text_of_its_prompt(alone: Commands, tmp_path: Path) -> None:
@@ -67,24 +67,28 @@ def test_an_answer_continues_the_text_of_its_prompt(alone: Commands, tmp_path: P
     whole.pre_tokenizer, whole.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     whole.save(str(tmp_path / "tokenizer.json"))
     model = write_model(tmp_path / "model", "llama", vocab_size=len(words))
-    flags, prompts = ["--tokenizer", tmp_path, "--max-new-tokens", 5, "--prompt"], ["the window", "rows"]
+    flags = ["--tokenizer", tmp_path, "--max-new-tokens", 5, "--prompt"]
+    prompts = ["the window", "rows"]
     alone.run(TOOL, model, "--output", tmp_path / "out.jsonl", *flags, *prompts)
-    records, tokenizer = read_jsonl(tmp_path / "out.jsonl"), Tokenizer(tmp_path)
-    texts = [tokenizer.decode(tokenizer.encode(one["prompt"]) + one["tokens"]) for one in records]
-    assert [one["prompt"] + one["answer"] for one in records] == texts
-    assert all(" " in one["answer"] for one in records)
-    (several,) = alone.run(TOOL, model, *flags, *prompts)
+    records = read_jsonl(tmp_path / "out.jsonl")
+    tokenizer = Tokenizer(tmp_path)
+    texts = [tokenizer.decode(tokenizer.encode(record["prompt"]) + record["tokens"]) for record in records]
+    assert [record["prompt"] + record["answer"] for record in records] == texts
+    assert all(" " in record["answer"] for record in records)
+    (of_two_prompts,) = alone.run(TOOL, model, *flags, *prompts)
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"text": prompts[0]}) + "\n")
-    (shown,) = alone.run(TOOL, model, *flags[:-1], "--input", tmp_path / "prompts.jsonl")
-    assert several.stdout == f"[1] {texts[0]}\n\n[2] {texts[1]}\n"
-    assert shown.stdout == f"{texts[0]}\n"
+    (of_one_prompt,) = alone.run(TOOL, model, *flags[:-1], "--input", tmp_path / "prompts.jsonl")
+    assert of_two_prompts.stdout == f"[1] {texts[0]}\n\n[2] {texts[1]}\n"
+    assert of_one_prompt.stdout == f"{texts[0]}\n"
 
 
 @pytest.mark.parametrize("tool", ["generate", "perplexity", "verify", "train"])
 def test_ids_without_a_row_are_refused_only_in_a_text(alone: Commands, tmp_path: Path, tool: str) -> None:
-    """Of a tokenizer with more ids than the model has rows; it is said once how many."""
+    """The tokenizer has more ids than the model has rows; it is said once how many."""
     model = write_model(tmp_path / "model", "llama", vocab_size=257)
-    tokenizer, run, file = put_wide_tokenizer(tmp_path / "wide"), tmp_path / "run", tmp_path / "text.txt"
+    tokenizer = put_wide_tokenizer(tmp_path / "wide")
+    run = tmp_path / "run"
+    file = tmp_path / "text.txt"
     alone.run("tools/convert_checkpoint.py", "hf-to-megatron", "--input", model, "--output", run)
     data = ["--output-prefix", tmp_path / "data", "--tokenizer-model", tokenizer, "--overwrite"]
     for text, wrong in (("the window grows " * 9, False), ("the <tool> window " * 9, True)):
@@ -98,8 +102,8 @@ def test_ids_without_a_row_are_refused_only_in_a_text(alone: Commands, tmp_path:
             "verify": ["tools/convert_checkpoint.py", "verify", "--input", model, "--output", run, "--text", file],
             "train": ["pretrain_skyladder.py", *train],
         }[tool]
-        given = "--tokenizer-model" if tool == "train" else "--tokenizer"
-        (done,) = alone.attempt(*command, given, tokenizer)
+        tokenizer_flag = "--tokenizer-model" if tool == "train" else "--tokenizer"
+        (done,) = alone.attempt(*command, tokenizer_flag, tokenizer)
         if wrong:
             assert "token id 258" in refusal(done)
         else:

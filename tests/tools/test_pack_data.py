@@ -40,10 +40,11 @@ def test_a_run_reads_the_plan_that_its_flags_made(alone: Commands, small_data: S
     assert "has no best_fit plan" in refused_command(alone, TRAINER, *CONFIG, *flags, "--seed", 77)
     # it is made once, and again where it is damaged
     (pieces,) = (tmp_path / "corpus.packing").glob("*/pieces.npy")
-    whole, made = pieces.read_bytes(), pieces.stat().st_ino
+    whole = pieces.read_bytes()
+    inode = pieces.stat().st_ino
     (again,) = alone.run(TOOL, *flags)
     assert again.stdout.splitlines()[1:] == first.stdout.splitlines()[1:]
-    assert pieces.stat().st_ino == made
+    assert pieces.stat().st_ino == inode
     pieces.write_bytes(whole[:200])
     alone.run(TOOL, *flags)
     assert pieces.read_bytes() == whole
@@ -54,13 +55,13 @@ def test_all_stages_are_packed_at_once(alone: Commands, small_data: SmallData, t
     stages = [{"name": name, "data": {"packing": name}} for name in ("best_fit", "random", "carry_over")]
     (tmp_path / "run.yaml").write_text(json.dumps({"stages": stages}))
     alone.run(TOOL, "--config", tmp_path / "run.yaml", *flags)
-    found = [folder.name.split("-")[0] for folder in (tmp_path / "corpus.packing").iterdir()]
-    assert sorted(found) == ["best_fit", "carry_over"]
+    policies = [folder.name.split("-")[0] for folder in (tmp_path / "corpus.packing").iterdir()]
+    assert sorted(policies) == ["best_fit", "carry_over"]
 
 
 @pytest.mark.slow
 def test_documents_are_kept_by_their_gain(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
-    """From stores of the run's rows; a run reads the plan; stores of other rows, or in the wrong order, are refused."""
+    """Stores of the run's rows give it; a run reads the plan; other rows or the wrong order are refused."""
     flags = [*copied(small_data, tmp_path), "--packing", "best_fit"]
     alone.run(TOOL, *flags)
     config = parse([str(flag) for flag in flags])
@@ -79,9 +80,9 @@ def test_documents_are_kept_by_their_gain(alone: Commands, small_data: SmallData
 
     write_store("short", 16, losses[0])
     write_store("long", 128, losses[1])
-    both = [tmp_path / "short", tmp_path / "long"]
-    alone.run(TOOL, *flags, "--filter-by-gain", 0.3, *both)
-    gains = document_gains(rows, *(ScoreStore.open(store) for store in both), 0)
+    both_stores = [tmp_path / "short", tmp_path / "long"]
+    alone.run(TOOL, *flags, "--filter-by-gain", 0.3, *both_stores)
+    gains = document_gains(rows, *(ScoreStore.open(store) for store in both_stores), 0)
     kept = np.argsort(-gains[np.isfinite(gains)], kind="stable")[: math.ceil(0.3 * np.isfinite(gains).sum())]
     wanted = np.flatnonzero(np.isfinite(gains))[kept]
     (folder,) = [file.parent for file in tmp_path.glob("corpus.packing/*/plan.json") if "filter" in file.read_text()]
@@ -91,17 +92,17 @@ def test_documents_are_kept_by_their_gain(alone: Commands, small_data: SmallData
     assert (record["least_gain"], record["short"]["short_context"]) == (gains[wanted].min(), 16)
     option = ["--packing-options", "filter_by_gain=0.3"]
     alone.run(TRAINER, *CONFIG, *flags, *option, "--save", tmp_path / "run")
-    both[0].rename(tmp_path / "before")
+    both_stores[0].rename(tmp_path / "before")
     write_store("short", 8, losses[0, ::-1])
-    assert "was made with other scores" in refused_command(alone, TOOL, *flags, "--filter-by-gain", 0.3, *both)
+    assert "was made with other scores" in refused_command(alone, TOOL, *flags, "--filter-by-gain", 0.3, *both_stores)
     folder.rename(tmp_path / "away")
     for wrong, text in (
-        ([*flags, "--filter-by-gain", 1.5, *both], "filter_by_gain"),
-        ([*flags, "--filter-by-gain", "half", *both], "filter_by_gain"),
-        ([*flags, "--filter-by-gain", 0.3, *both[::-1]], "name the short-context store first"),
-        ([*flags, "--seed", 7, "--filter-by-gain", 0.3, *both], "its seed is 1234"),
-        ([*flags, "--no-document-mask", "--filter-by-gain", 0.3, *both], "its packing is"),
-        ([*copied(small_data, tmp_path), "--filter-by-gain", 0.3, *both], "which needs no plan"),
+        ([*flags, "--filter-by-gain", 1.5, *both_stores], "filter_by_gain"),
+        ([*flags, "--filter-by-gain", "half", *both_stores], "filter_by_gain"),
+        ([*flags, "--filter-by-gain", 0.3, *both_stores[::-1]], "name the short-context store first"),
+        ([*flags, "--seed", 7, "--filter-by-gain", 0.3, *both_stores], "its seed is 1234"),
+        ([*flags, "--no-document-mask", "--filter-by-gain", 0.3, *both_stores], "its packing is"),
+        ([*copied(small_data, tmp_path), "--filter-by-gain", 0.3, *both_stores], "which needs no plan"),
         ([*flags, *option], "filter_by_gain: needs scores"),
     ):
         assert text in refused_command(alone, TOOL, *wrong)

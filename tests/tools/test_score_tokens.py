@@ -19,13 +19,16 @@ from tests.launcher import Commands
 from tests.runs import CONFIG, read_jsonl
 
 SCORE, TRAIN = "tools/score_tokens.py", "pretrain_skyladder.py"
-LENGTH, STEPS, BATCH = 128, 2, 4
+LENGTH = 128
+STEPS = 2
+BATCH = 4
 ROWS = STEPS * BATCH
 COMMON = [*CONFIG, "--window-schedule", "constant", "--lr-warmup-iters", "0", "--distributed-timeout-minutes", "2"]
 RUN = [*COMMON, "--seq-length", LENGTH, "--train-iters", STEPS, "--global-batch-size", BATCH]
 SHORT = ["--context", 24, "--stride", 10]
 TOLERANCE = 1e-5
-Models, Score = Callable[[str], Path], Callable[..., np.ndarray]
+Models = Callable[[str], Path]
+Score = Callable[..., np.ndarray]
 Row = tuple[np.ndarray, np.ndarray]  # as training saw it: L + 1 tokens and the exclusive ends of its documents
 
 
@@ -41,7 +44,7 @@ class Trained:
 
 @pytest.fixture(scope="module")
 def trained(alone: Commands, small_data: SmallData, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Two steps with unfrozen weights, whose short context is that of `SHORT`."""
+    """Train two steps with unfrozen weights, whose short context is `SHORT`'s."""
     folder = tmp_path_factory.mktemp("trained") / "run"
     weighting = ["--token-weighting", "unfrozen", "--short-context", 24, "--short-stride", 10]
     dump = folder / "trajectory"
@@ -54,7 +57,7 @@ def rows_of(trajectory: Path) -> list[Row]:
     for path in sorted(trajectory.glob("step_*.npz")):
         step = dict(np.load(path))
         ends = np.split(step["document_ends"], step["document_ends_offsets"][1:-1])
-        rows += [(tokens, mine) for tokens, mine in zip(step["tokens"], ends, strict=True)]
+        rows += [(tokens, row_ends) for tokens, row_ends in zip(step["tokens"], ends, strict=True)]
     return rows
 
 
@@ -80,8 +83,8 @@ def score(small_data: SmallData, tmp_path: Path) -> Score:
     def scored(store: str, checkpoint: Path, *flags: object, processes: int = 1) -> np.ndarray:
         where = ["--checkpoint", checkpoint, "--output", tmp_path / store]
         Commands(processes).run(SCORE, *where, *RUN, *small_data.flags, *flags)
-        found: np.ndarray = zarr.open_array(tmp_path / store, mode="r")[:]
-        return found
+        scores: np.ndarray = zarr.open_array(tmp_path / store, mode="r")[:]
+        return scores
 
     return scored
 
@@ -92,8 +95,8 @@ def independently(folder: Path, rows: Sequence[Row], n: int, s: int, *, document
     Under the document mask the model is given the piece of each document inside the chunk as a text of its own.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
-    found = np.full((len(rows), LENGTH), np.nan, dtype=np.float64)
-    for (tokens, ends), losses in zip(rows, found, strict=True):
+    all_losses = np.full((len(rows), LENGTH), np.nan, dtype=np.float64)
+    for (tokens, ends), losses in zip(rows, all_losses, strict=True):
         for start in range(0, len(losses), s):
             first = start + n - s if start else 0
             borders = [start, *(end for end in ends if document_mask and start < end), start + n]
@@ -103,7 +106,7 @@ def independently(folder: Path, rows: Sequence[Row], n: int, s: int, *, document
                     scored = slice(max(first, a), b)
                     assert np.isnan(losses[scored]).all(), "a token is scored once"
                     losses[scored] = token_losses(model, tokens[a : b + 1])[scored.start - a :]
-    return found
+    return all_losses
 
 
 @torch.no_grad()
@@ -113,10 +116,10 @@ def token_losses(model: PreTrainedModel, tokens: np.ndarray) -> np.ndarray:
     return torch.nn.functional.cross_entropy(logits, text[1:], reduction="none").numpy()
 
 
-def assert_close(ours: np.ndarray, theirs: np.ndarray) -> None:
-    """To 1e-5 of the loss, or of 1 where it is smaller."""
-    assert ours.shape == theirs.shape
-    assert (np.abs(ours - theirs) / np.maximum(theirs, 1)).max() <= TOLERANCE  # not where one is NaN either
+def assert_close(actual: np.ndarray, expected: np.ndarray) -> None:
+    """Compare to 1e-5 of the loss, or of 1 where it is smaller."""
+    assert actual.shape == expected.shape
+    assert (np.abs(actual - expected) / np.maximum(expected, 1)).max() <= TOLERANCE  # not where one is NaN either
 
 
 @pytest.mark.parametrize(
@@ -132,8 +135,8 @@ def assert_close(ours: np.ndarray, theirs: np.ndarray) -> None:
 def test_the_store_is_what_transformers_computes(
     score: Score, models: Models, trained: Trained, family: str, n: int, s: int, more: tuple[object, ...]
 ) -> None:
-    ours = score("store", models(family), "--context", n, "--rows", 3, *more)
-    assert_close(ours, independently(models(family), trained.rows[:3], n, s, document_mask="--document-mask" in more))
+    stored = score("store", models(family), "--context", n, "--rows", 3, *more)
+    assert_close(stored, independently(models(family), trained.rows[:3], n, s, document_mask="--document-mask" in more))
 
 
 TP2 = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
@@ -142,17 +145,18 @@ PP2 = ["--pipeline-model-parallel-size", 2]
 
 def test_layouts_store_the_same(score: Score, models: Models) -> None:
     flags = [models("llama"), "--context", 23, "--stride", 9, "--rows", 7, "--document-mask"]
-    one = score("one", *flags)
+    by_one_process = score("one", *flags)
     vpp2 = [*PP2, "--num-layers-per-virtual-pipeline-stage", 1]
     for number, layout in enumerate(([], ["--context-parallel-size", 2], TP2, PP2, vpp2)):
-        assert_close(score(f"two-{number}", *flags, *layout, processes=2), one)
+        assert_close(score(f"two-{number}", *flags, *layout, processes=2), by_one_process)
 
 
 def test_rows_from_a_first_sample_on(
     alone: Commands, small_data: SmallData, score: Score, models: Models, tmp_path: Path
 ) -> None:
     """Scoring leaves earlier ones alone, training asks for later ones alone; parts fill a store."""
-    model, store = models("llama"), tmp_path / "store"
+    model = models("llama")
+    store = tmp_path / "store"
     whole = score("whole", model, *SHORT, "--rows", 5 + ROWS)
     later = score("store", model, *SHORT, "--first-sample", 5)
     assert later.shape == (5 + ROWS, LENGTH)
@@ -184,7 +188,7 @@ def test_a_run_scores_as_its_export(score: Score, trained: Trained) -> None:
 def test_a_scorer_of_the_first_weights(
     alone: Commands, trained: Trained, small_data: SmallData, score: Score, tmp_path: Path
 ) -> None:
-    """From the second step on the trained model has moved away from its scorer."""
+    """The trained model has moved away from its scorer from the second step on."""
     score("store", trained.initial, *SHORT)
     frozen_flags = ["--token-weighting", "frozen", "--score-store", tmp_path / "store", "--save", tmp_path / "run"]
     alone.run(TRAIN, *RUN, *small_data.flags, *frozen_flags)

@@ -93,13 +93,13 @@ def test_a_script_becomes_a_run_with_megatron_lms_defaults(tmp_path: Path) -> No
 
 
 def test_what_is_not_given_is_gelu_with_layernorm_and_biases(tmp_path: Path) -> None:
-    """Only options that say otherwise make a Llama."""
+    """A Llama needs options that say otherwise."""
     line = "torchrun --nnodes 2 pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4"
     config, text = translated(tmp_path, *words_of(shlex.split(line)))
     assert (config.model.ffn_hidden_size, config.model.num_query_groups, config.model.hidden_dropout) == (256, 4, 0.1)
-    another = text[text.index("another model") :]
+    other_model = text[text.index("another model") :]
     for name in ("swiglu", "normalization", "add_bias_linear", "position_embedding_type"):
-        assert f"#   {name}: got" in another
+        assert f"#   {name}: got" in other_model
     decide = text[text.index("# Decide") :]
     assert all(f"{name}: not given" in decide for name in ("seq_length", "micro_batch_size", "lr", "train_iters"))
 
@@ -139,9 +139,9 @@ def test_what_the_user_decides_is_listed(tmp_path: Path, words: str, text: str) 
 )
 def test_a_given_value_that_is_another_one_here_is_listed(tmp_path: Path, words: str, text: str | None) -> None:
     _, translation = translated(tmp_path, words.split())
-    _, _, others = translation.partition("# Has another value here:\n")
-    assert bool(others) == (text is not None)
-    assert others.startswith(f"#   {text}") or text is None
+    _, _, other_values = translation.partition("# Has another value here:\n")
+    assert bool(other_values) == (text is not None)
+    assert other_values.startswith(f"#   {text}") or text is None
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Return the output [t, N, W] and the log-sum-exp [N, t]; queries of no segment have 0."""
     wide = torch.float64 if query_tNH.dtype == torch.float32 else torch.float32
-    (t, heads, _), groups = query_tNH.shape, key_uGH.shape[1]
+    t, heads, _ = query_tNH.shape
+    groups = key_uGH.shape[1]
     out = query_tNH.new_zeros(t, heads, value_uGW.shape[-1], dtype=wide)
     totals = query_tNH.new_zeros(heads, t, dtype=wide)
     counts = (segments.starts_q, segments.starts_k, segments.lengths_q, segments.lengths_k)
@@ -63,8 +64,8 @@ def gradients(inputs: tuple[Tensor | None, ...], segments: Segments, grad: Tenso
     with torch.enable_grad():
         leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
         out, _ = attend(*leaves, segments)  # type: ignore[arg-type]
-        found = iter(torch.autograd.grad(out, [leaf for leaf in leaves if leaf is not None], grad.to(out.dtype)))
-    return [None if leaf is None else next(found) for leaf in leaves]
+        computed = iter(torch.autograd.grad(out, [leaf for leaf in leaves if leaf is not None], grad.to(out.dtype)))
+    return [None if leaf is None else next(computed) for leaf in leaves]
 
 
 class Kernel(torch.autograd.Function):

@@ -105,7 +105,7 @@ class Stream:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.device = torch.device("cuda", 0)
 
-    def wait_stream(self, other: Any = None) -> None:
+    def wait_stream(self, stream: Any = None) -> None:
         """Do nothing: the work is done."""
 
     wait_event = record = wait = record_stream = synchronize = wait_stream
@@ -116,7 +116,7 @@ class Stream:
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, other: Any) -> float:
+    def elapsed_time(self, event: Any) -> float:
         return 0.0
 
 
@@ -203,9 +203,9 @@ def _processes() -> None:
 
     @functools.wraps(new)
     def new_group(
-        ranks: Any = None, timeout: Any = None, backend: Any = None, pg_options: Any = None, **others: Any
+        ranks: Any = None, timeout: Any = None, backend: Any = None, pg_options: Any = None, **unused: Any
     ) -> Any:
-        return new(ranks, timeout, "gloo" if backend == "nccl" else backend, None, **others)
+        return new(ranks, timeout, "gloo" if backend == "nccl" else backend, None, **unused)
 
     groups.is_nccl_available = _always(True)
     groups.init_process_group = init_process_group

@@ -64,7 +64,7 @@ def dequantize(input: Any, otype: Any) -> Tensor:
     return exact(input).to(dtype_of(otype, input.dtype))
 
 
-def split_quantize(tensor: Tensor, split_sections: list[int], quantizer_list: list[Any], **others: Any) -> list[Any]:
+def split_quantize(tensor: Tensor, split_sections: list[int], quantizer_list: list[Any], **unused: Any) -> list[Any]:
     return [quantize(*pair) for pair in zip(tensor.split(split_sections), quantizer_list, strict=True)]
 
 
@@ -95,7 +95,7 @@ def rmsnorm_fwd(
     quantizer: Any,
     otype: Any,
     zero_centered_gamma: bool,
-    **others: Any,
+    **unused: Any,
 ) -> list[Any]:
     assert input.dim() == 2
     assert input.is_contiguous()
@@ -114,7 +114,7 @@ def layernorm_fwd(
     quantizer: Any,
     otype: Any,
     zero_centered_gamma: bool,
-    **others: Any,
+    **unused: Any,
 ) -> list[Any]:
     assert input.dim() == 2
     assert input.is_contiguous()
@@ -140,7 +140,7 @@ def rmsnorm_bwd(
     gamma: Tensor,
     zero_centered_gamma: bool,
     add: Tensor | float = 0,
-    **others: Any,
+    **unused: Any,
 ) -> list[Tensor]:
     normed = x.float() * rsigma[:, None]
     scaled = dz.float() * (gamma.float() + zero_centered_gamma)
@@ -152,7 +152,7 @@ rmsnorm_bwd_add = rmsnorm_bwd
 
 
 def layernorm_bwd(
-    dz: Tensor, x: Tensor, mu: Tensor, rsigma: Tensor, gamma: Tensor, zero_centered_gamma: bool, **others: Any
+    dz: Tensor, x: Tensor, mu: Tensor, rsigma: Tensor, gamma: Tensor, zero_centered_gamma: bool, **unused: Any
 ) -> list[Tensor]:
     scaled = dz.float() * (gamma.float() + zero_centered_gamma)
     mean = scaled.mean(dim=-1, keepdim=True) * rsigma[:, None]
@@ -190,7 +190,7 @@ def generic_gemm(
     comm_type: Any = None,
     extra_output: Tensor | None = None,
     bulk_overlap: bool = False,
-    **others: Any,
+    **unused: Any,
 ) -> list[Tensor | None]:
     """Return the product, or D with it, and the gradient of the bias.
 
@@ -238,7 +238,7 @@ class CommOverlap:
     """A buffer that ranks gather into and reduce from, [tokens of all ranks, hidden size]; here nothing overlaps."""
 
     def __init__(
-        self, shape: list[int], dtype: torch.dtype, helper: CommOverlapHelper, size: int, *others: Any, **more: Any
+        self, shape: list[int], dtype: torch.dtype, helper: CommOverlapHelper, size: int, *unused: Any, **more: Any
     ) -> None:
         self.group = helper.domain
         self.buffer = torch.zeros(shape, dtype=dtype)
@@ -275,11 +275,11 @@ class CommOverlap:
 CommOverlapP2P = CommOverlap
 
 
-def device_supports_multicast(**others: Any) -> bool:
+def device_supports_multicast(**unused: Any) -> bool:
     return True
 
 
-def get_stream_priority_range(**others: Any) -> tuple[int, int]:
+def get_stream_priority_range(**unused: Any) -> tuple[int, int]:
     return 0, 0
 
 
@@ -299,17 +299,17 @@ def te_general_grouped_gemm(
     single_output: bool,
     grad: bool,
     accumulate: bool,
-    **others: Any,
+    **unused: Any,
 ) -> list[Tensor]:
     """Write the product of each pair into D, whose only tensor has the rows of all pairs if `single_output`."""
     assert all(isinstance(rows, int) for rows in m_splits)
     targets = D[0].split(m_splits) if single_output else D
-    for a, b, target, one in zip(map(exact, A), map(exact, B), targets, bias, strict=True):
+    for a, b, target, expert_bias in zip(map(exact, A), map(exact, B), targets, bias, strict=True):
         out = _product(a, transa, b, transb)
-        if one.numel() and grad:
-            one.copy_(b.reshape(-1, b.shape[-1]).float().sum(dim=0))
-        elif one.numel():
-            out = out + one
+        if expert_bias.numel() and grad:
+            expert_bias.copy_(b.reshape(-1, b.shape[-1]).float().sum(dim=0))
+        elif expert_bias.numel():
+            out = out + expert_bias
         _write(out, target, accumulate)
     return bias
 
@@ -318,7 +318,7 @@ def te_general_grouped_gemm(
 
 
 def fused_rope_forward(
-    input: Tensor, freqs: Tensor, qkv_format: Any, interleaved: bool, cp_size: int, **others: Any
+    input: Tensor, freqs: Tensor, qkv_format: Any, interleaved: bool, cp_size: int, **unused: Any
 ) -> Tensor:
     """Rotate the first dimensions of each head in the half-split layout, x [t, 1, N, H] by angles [t, 1, 1, R]."""
     assert qkv_format == tex.NVTE_QKV_Format.NVTE_SBHD
@@ -328,7 +328,7 @@ def fused_rope_forward(
 
 
 def fused_rope_backward(
-    output_grads: Tensor, freqs: Tensor, qkv_format: Any, interleaved: bool, cp_size: int, **others: Any
+    output_grads: Tensor, freqs: Tensor, qkv_format: Any, interleaved: bool, cp_size: int, **unused: Any
 ) -> Tensor:
     return _rotated(output_grads, freqs, -1)
 
@@ -339,7 +339,8 @@ def _rotated(x: Tensor, freqs: Tensor, sign: int) -> Tensor:
     assert x.shape[0] <= freqs.shape[0]
     half = freqs.shape[-1] // 2
     angles = freqs[: x.shape[0], ..., :half]
-    cos, sin = angles.cos(), sign * angles.sin()
+    cos = angles.cos()
+    sin = sign * angles.sin()
     first, second, plain = x.float().tensor_split((half, 2 * half), dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin, plain), dim=-1).to(x.dtype)
 
@@ -373,13 +374,14 @@ def multi_tensor_adam(
     mode: int,
     bias_correction: int,
     weight_decay: float,
-    **others: Any,
+    **unused: Any,
 ) -> None:
     """Update weights and moments, and the master weights of a fifth list; mode 1 is AdamW."""
     assert mode == 1
     assert bias_correction
     for gradient, weight, first, second, *masters in zip(*tensor_lists, strict=True):
-        g, w = gradient.float(), (*masters, weight)[0].float()
+        g = gradient.float()
+        w = (*masters, weight)[0].float()
         first.copy_(beta1 * first.float() + (1 - beta1) * g)
         second.copy_(beta2 * second.float() + (1 - beta2) * g * g)
         size = (second.float() / (1 - beta2**step)).sqrt() + epsilon
@@ -393,17 +395,17 @@ def multi_tensor_adam(
 
 def get_fused_attn_backend(fused_attn_params: Any = None, **arguments: Any) -> Any:
     """Return which kernel has these parameters: the conditions of fused_attn.cpp for THD on a Hopper."""
-    asked = SimpleNamespace(**arguments) if fused_attn_params is None else fused_attn_params
-    dtype = dtype_of(asked.q_dtype if hasattr(asked, "q_dtype") else asked.qkv_dtype, torch.float32)
-    sizes = asked.head_dim_qk, asked.head_dim_v
+    parameters = SimpleNamespace(**arguments) if fused_attn_params is None else fused_attn_params
+    dtype = dtype_of(parameters.q_dtype if hasattr(parameters, "q_dtype") else parameters.qkv_dtype, torch.float32)
+    sizes = parameters.head_dim_qk, parameters.head_dim_v
     sm, cudnn = MACHINE.capability, MACHINE.cudnn
-    bottom_right = asked.attn_mask_type == tex.NVTE_Mask_Type.NVTE_PADDING_CAUSAL_BOTTOM_RIGHT_MASK
+    bottom_right = parameters.attn_mask_type == tex.NVTE_Mask_Type.NVTE_PADDING_CAUSAL_BOTTOM_RIGHT_MASK
     conditions = {
         "half precision": dtype in (torch.float16, torch.bfloat16),
-        "thd": asked.qkv_layout == tex.NVTE_QKV_Layout.NVTE_THD_THD_THD and sm >= (9, 0) and cudnn >= 90600,
+        "thd": parameters.qkv_layout == tex.NVTE_QKV_Layout.NVTE_THD_THD_THD and sm >= (9, 0) and cudnn >= 90600,
         "head sizes": not any(size % 8 for size in sizes) and max(sizes) <= (256 if sm == (9, 0) else 128),
-        "bottom right": not bottom_right or asked.max_seqlen_q <= asked.max_seqlen_kv,
-        "sinks": asked.softmax_type == tex.NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX or cudnn >= 91301,
+        "bottom right": not bottom_right or parameters.max_seqlen_q <= parameters.max_seqlen_kv,
+        "sinks": parameters.softmax_type == tex.NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX or cudnn >= 91301,
     }
     lacking = ", ".join(name for name, holds in conditions.items() if not holds)
     backends = tex.NVTE_Fused_Attn_Backend
@@ -451,7 +453,7 @@ def _segments(
     cu_seqlens_q_padded: Tensor | None,
     cu_seqlens_kv_padded: Tensor | None,
     bottom_right_diagonal: bool | None = None,
-    **others: Any,
+    **unused: Any,
 ) -> Segments:
     masks = tex.NVTE_Mask_Type
     causal = masks.NVTE_PADDING_CAUSAL_MASK, masks.NVTE_PADDING_CAUSAL_BOTTOM_RIGHT_MASK

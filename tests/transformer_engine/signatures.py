@@ -67,7 +67,7 @@ def exported(bindings: str, headers: str) -> Iterator[tuple[str, Arguments | Non
 
 
 def enumerators(headers: str) -> dict[str, int]:
-    """The value of each C++ enumerator, by its name and by that of its enum before it."""
+    """The value of each C++ enumerator, by its name, and with its enum's name before it."""
     values: dict[str, int] = {}
     for match in re.finditer(r"\benum\s*(?:class\s+)?(\w*)[^{};]*\{([^}]*)\}", headers):
         following = 0
@@ -83,11 +83,11 @@ def enumerators(headers: str) -> dict[str, int]:
 def enums(bindings: str, headers: str) -> dict[str, dict[str, int]]:
     """The members of each enum of the module."""
     values = enumerators(headers)
-    found = {}
+    members_by_enum = {}
     for match in re.finditer(r'enum_<[^>]*>\s*\(\s*m,\s*"(\w+)"[^;]*;', bindings):
         members = re.findall(r'\.value\(\s*"(\w+)",\s*([\w:]+)', match[0])
-        found[match[1]] = {name: values["::".join(target.split("::")[-2:])] for name, target in members}
-    return found
+        members_by_enum[match[1]] = {name: values["::".join(target.split("::")[-2:])] for name, target in members}
+    return members_by_enum
 
 
 def main(folder: Path) -> None:

@@ -51,9 +51,9 @@ def results(attend: Callable[..., Tensor], inputs: list[Tensor], segments: Atten
     return [out, *torch.autograd.grad(out, leaves, inputs[3])]
 
 
-def error(ours: list[Tensor], exact: list[Tensor]) -> float:
+def error(actual: list[Tensor], exact: list[Tensor]) -> float:
     """The largest difference, by the largest number of the tensor."""
-    pairs = [(a.float(), b) for a, b in zip(ours, exact, strict=True) if b.numel()]
+    pairs = [(a.float(), b) for a, b in zip(actual, exact, strict=True) if b.numel()]
     return max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-3)) for a, b in pairs)
 
 
@@ -72,14 +72,14 @@ def largest_errors(rank: int, kernel: str, sinks: bool) -> dict[str, float] | st
     errors: dict[str, float] = {}
     with patch.dict(os.environ, NVTE_FUSED_ATTN=KERNELS[kernel]):
         heads = [*((2, sizes) for sizes in SIZES), (4, (64, 64)), (1, (64, 64))]
-        for (groups, sizes), lengths, left in product(heads, LENGTHS.values(), (None, 0, 6)):
-            segments = call_of(lengths, left)
+        for (groups, sizes), lengths, left_window in product(heads, LENGTHS.values(), (None, 0, 6)):
+            segments = call_of(lengths, left_window)
             inputs = inputs_of(segments, groups, sizes, sinks)
-            ours = results(PerCall(("te_thd",)), inputs, segments)
+            actual = results(PerCall(("te_thd",)), inputs, segments)
             name = f"{groups} key heads of {sizes}"
-            errors[name] = max(errors.get(name, 0), error(ours, exactly(inputs, segments)))
-            if left:
-                wrong = error(ours, exactly(inputs, call_of(lengths, left - 1)))
+            errors[name] = max(errors.get(name, 0), error(actual, exactly(inputs, segments)))
+            if left_window:
+                wrong = error(actual, exactly(inputs, call_of(lengths, left_window - 1)))
                 errors["control"] = min(errors.get("control", wrong), wrong)
     assert (calls["fused_attn_fwd"] > 0) == (kernel == "fused")
     return errors
@@ -117,7 +117,7 @@ def test_te_thd_takes_views(kernel: str, view: str) -> None:
 
 
 def attend_without_kernels(rank: int) -> bool:
-    """Whether a call fails that has no kernel but Transformer Engine's unfused path, which the user allows."""
+    """Return whether a call fails that has no kernel but Transformer Engine's unfused path, which the user allows."""
     users = {"NVTE_FUSED_ATTN": "0", "NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_ATTN": "1", "NVTE_FLASH_ATTN_V4": "1"}
     segments = call_of(LENGTHS["equal"])
     inputs = inputs_of(segments, 2, (64, 64), sinks=False)

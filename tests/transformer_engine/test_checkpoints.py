@@ -60,7 +60,7 @@ def train(rank: int, flags: list[str], capability: tuple[int, int]) -> None:
 def test_a_run_in_fp8_continues_exactly(
     small_data: SmallData, tmp_path: Path, recipe: str, capability: tuple[int, int]
 ) -> None:
-    """Of each recipe all of Transformer Engine's Python runs; products are as exact as in bf16."""
+    """All of Transformer Engine's Python code runs for each recipe; products are as exact as in bf16."""
     flags = [*CONFIG, *small_data.flags, *COMMON, *CUDA, "--bf16"]
     fp8 = ["--fp8-format", "hybrid", "--fp8-recipe", recipe]
     runs = {"bf16": [], "whole": fp8, "continued": [*fp8, "--load", f"{tmp_path}/whole/checkpoints/iter_0000002"]}

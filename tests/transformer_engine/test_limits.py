@@ -53,7 +53,7 @@ CHOICES = (64, 256), (False, True), (4, 2), (None, 6), (False, True)
 
 
 def named_and_run(rank: int, machine: Machine) -> dict[str, tuple[str, str]]:
-    """Of heads, windows and modes: the kernel that Transformer Engine names, and the one that it runs."""
+    """Return for heads, windows and modes the kernel that Transformer Engine names, and the one that it runs."""
     machine.become()
     kernels = {}
     for size, sinks, groups, window, deterministic in product(*CHOICES):
@@ -131,5 +131,5 @@ def started(rank: int, machine: Machine) -> str:
 
 def test_a_run_without_a_kernel_is_refused_at_its_start() -> None:
     machine = replace(WITHOUT_FLASH, capability=(8, 0))
-    (told,) = call(started, 1, machine, server=SERVER)
-    assert "which cannot serve: te_thd has no kernel for heads of 64 on sm_80 with cuDNN 9.26.0" in told
+    (message,) = call(started, 1, machine, server=SERVER)
+    assert "which cannot serve: te_thd has no kernel for heads of 64 on sm_80 with cuDNN 9.26.0" in message

@@ -107,21 +107,21 @@ def test_overlapped_tensor_communication_is_the_same_computation(
     """Each linear layer's product shares a call with its communication, and no weight differs."""
     flags = [*CONFIG, *small_data.flags, *COMMON, *LINEAR, "--bf16", *layouts.TP2_SP.split(), *OVERLAPS[name].split()]
     flags += ["--device", "cuda", "--attention-backend", "reference"]
-    made = {}
+    calls = {}
     for run, more in {"plain": [], "overlapped": ["--tp-comm-overlap"]}.items():
         folder = tmp_path / run
         dump = ["--save", str(folder), "--dump-trajectory", str(folder / "trajectory")]
         ranks = 4 if name == "cp2" else 2
-        made[run] = call(train, ranks, [*flags, *dump, *more], group=False, server=SERVER)[0]
-    plain, overlapped = (RunResult(tmp_path / run, 0, "", "") for run in made)
-    assert "gather" not in made["plain"]
-    assert min(made["overlapped"][kind] for kind in ("gather", "reduce_scatter")) > 0
+        calls[run] = call(train, ranks, [*flags, *dump, *more], group=False, server=SERVER)[0]
+    plain, overlapped = (RunResult(tmp_path / run, 0, "", "") for run in calls)
+    assert "gather" not in calls["plain"]
+    assert min(calls["overlapped"][kind] for kind in ("gather", "reduce_scatter")) > 0
     assert errors_of(overlapped, plain)["weights"] == 0
 
 
 @pytest.mark.parametrize("scheme", [layouts.EXCHANGE, layouts.ULYSSES])
 def test_te_thd_attends_to_documents_that_cross_ranks(launched: Launched, emulated: Launched, scheme: str) -> None:
-    """In bf16, which alone its kernels compute in; the reference is a CPU's bf16."""
+    """Its kernels compute in bf16 alone; the reference is a CPU's bf16."""
     run, reference = trained_both(launched, emulated, Layout(scheme, 2, "--bf16"), "te_thd")
     assert sum(run.series("cp_bytes")) > 0
     errors = errors_of(run, reference)

@@ -26,7 +26,7 @@ EPSILON = {"phi": "layer_norm_eps"}
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_silent_file_means_what_transformers_takes_it_for(family: str) -> None:
-    """Only sizes: key heads, the local window, ties, experts and angles are the family's defaults."""
+    """The file gives sizes alone: key heads, the local window, ties, experts and angles are the family's defaults."""
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
     content = {name: SIZES[name] for name in sizes} | {EPSILON.get(family, "rms_norm_eps"): 1e-5}
     content |= {"model_type": family, "num_attention_heads": 32, "head_dim": 8}
@@ -35,30 +35,33 @@ def test_a_silent_file_means_what_transformers_takes_it_for(family: str) -> None
         content["norm_topk_prob"] = True  # by default false, which ours cannot be
     if family == "dots1":  # has no default
         content |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
-    ours, theirs = model_config(content), AutoConfig.for_model(**content)
-    assert model_config(content | {"rope_parameters": None}) == ours
+    model = model_config(content)
+    config = AutoConfig.for_model(**content)
+    assert model_config(content | {"rope_parameters": None}) == model
     if family != "gemma3_text":  # transformers reads these for Gemma alone
-        assert model_config(content | {"sliding_window_pattern": 3, "rope_local_base_freq": 7.0}) == ours
-    if ours.num_experts is not None:
-        assert (ours.num_experts, ours.moe_router_topk) == (theirs.num_local_experts, theirs.num_experts_per_tok)
-        assert ours.expert_width == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
-    assert ours.rotary_percent == theirs.rope_parameters.get("partial_rotary_factor", 1.0)
-    assert ours.num_query_groups == theirs.num_key_value_heads
-    assert ours.local_window == (theirs.sliding_window if family in LOCAL else None)
-    assert ours.untie_embeddings_and_output_weights != theirs.tie_word_embeddings
+        assert model_config(content | {"sliding_window_pattern": 3, "rope_local_base_freq": 7.0}) == model
+    if model.num_experts is not None:
+        assert (model.num_experts, model.moe_router_topk) == (config.num_local_experts, config.num_experts_per_tok)
+        assert model.expert_width == getattr(config, "moe_intermediate_size", config.intermediate_size)
+    assert model.rotary_percent == config.rope_parameters.get("partial_rotary_factor", 1.0)
+    assert model.num_query_groups == config.num_key_value_heads
+    assert model.local_window == (config.sliding_window if family in LOCAL else None)
+    assert model.untie_embeddings_and_output_weights != config.tie_word_embeddings
     if family in ("gemma3_text", "olmo3"):
-        angles = theirs.rope_parameters
-        assert (ours.rotary_base_local or ours.rotary_base) == angles["sliding_attention"]["rope_theta"]
-        assert ours.rotary_base == angles["full_attention"]["rope_theta"]
-        local = [ours.window_attn_skip_freq is None or n % ours.window_attn_skip_freq != 0 for n in (1, 2, 3, 4)]
-        assert local == [name == "sliding_attention" for name in theirs.layer_types]
-        assert ours.query_pre_attn_scalar == getattr(theirs, "query_pre_attn_scalar", None)
+        angles = config.rope_parameters
+        assert (model.rotary_base_local or model.rotary_base) == angles["sliding_attention"]["rope_theta"]
+        assert model.rotary_base == angles["full_attention"]["rope_theta"]
+        local = [model.window_attn_skip_freq is None or n % model.window_attn_skip_freq != 0 for n in (1, 2, 3, 4)]
+        assert local == [name == "sliding_attention" for name in config.layer_types]
+        assert model.query_pre_attn_scalar == getattr(config, "query_pre_attn_scalar", None)
         return
-    assert ours.rotary_base == theirs.rope_parameters["rope_theta"]
-    assert ours.rope_scaling_factor == theirs.rope_parameters.get("factor", 1.0)
-    assert ours.rope_truncate == theirs.rope_parameters.get("truncate", True)
-    no_rope = getattr(theirs, "no_rope_layers", [1] * ours.num_layers)
-    assert [ours.has_rope(layer) for layer in range(1, ours.num_layers + 1)] == [bool(one) for one in no_rope]
+    assert model.rotary_base == config.rope_parameters["rope_theta"]
+    assert model.rope_scaling_factor == config.rope_parameters.get("factor", 1.0)
+    assert model.rope_truncate == config.rope_parameters.get("truncate", True)
+    no_rope = getattr(config, "no_rope_layers", [1] * model.num_layers)
+    assert [model.has_rope(layer) for layer in range(1, model.num_layers + 1)] == [
+        bool(has_rope) for has_rope in no_rope
+    ]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +108,7 @@ def test_a_model_that_no_architecture_computes(options: dict[str, Any], text: st
     ],
 )
 def test_entries_that_change_the_model_are_refused(architecture: str, changed: dict[str, Any], text: str) -> None:
-    """Also those that this package does not know, unless they are null."""
+    """Entries that this package does not know are refused too, unless they are null."""
     content = SIZES | ARCHITECTURES[architecture]
     absent = {name: content.get(name) for name, value in changed.items() if value}
     model_config(content | absent | {"pretraining_tp": 2})
@@ -117,13 +120,13 @@ def test_no_one_is_told_to_remove_an_entry_that_transformers_reads(family: str) 
     """Entries of transformers' own class change what is computed; layers that predict further tokens do not."""
     content = SIZES | next(entries for entries in ARCHITECTURES.values() if entries["model_type"] == family)
     names = {field.name for field in fields(type(AutoConfig.for_model(family)))} - {"num_mtp_layers"}
-    told = list[str]()
+    messages = list[str]()
     for name, value in product(names, (True, 0.5, [1])):
         try:
             model_config(content | {name: value})
         except UserError as error:
-            told.append(str(error))
-    assert not [text for text in told if "remove it" in text]
+            messages.append(str(error))
+    assert not [text for text in messages if "remove it" in text]
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "ministral", "smollm3", "olmo3"])

@@ -32,8 +32,8 @@ def back(run: Path, output: Path, max_shard_bytes: int = GB, tokenizer: str | No
     megatron_to_hf(run, output, max_shard_bytes=max_shard_bytes, tokenizer=tokenizer)
 
 
-def assert_same_tensors(one: Path, other: Path) -> None:
-    a, b = HuggingFaceTensors(one), HuggingFaceTensors(other)
+def assert_same_tensors(first_folder: Path, second_folder: Path) -> None:
+    a, b = HuggingFaceTensors(first_folder), HuggingFaceTensors(second_folder)
     assert a.names == b.names
     for name in a.names:
         assert a.described(name) == b.described(name)
@@ -43,8 +43,8 @@ def assert_same_tensors(one: Path, other: Path) -> None:
 def logits(folder: Path) -> torch.Tensor:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
-        found: torch.Tensor = model(torch.arange(40)[None] % model.config.vocab_size).logits
-    return found
+        values: torch.Tensor = model(torch.arange(40)[None] % model.config.vocab_size).logits
+    return values
 
 
 def test_a_real_model_comes_back_bit_for_bit(stories_model: Path, tmp_path: Path) -> None:
@@ -61,15 +61,17 @@ def test_a_real_model_comes_back_bit_for_bit(stories_model: Path, tmp_path: Path
         back(tmp_path / "run", output, size, tokenizer=None)
         assert len(list(output.glob("*.safetensors"))) == (1 if size == GB else 4)
         assert_same_tensors(model, output)
-        found = [str(path.relative_to(output)) for path in output.rglob("*.*") if "safetensors" not in path.name]
-        assert sorted(found) == sorted([*names, "config.json", "tokenizer.json", "tokenizer_config.json"])
-        assert all((output / name).read_bytes() == (model / name).read_bytes() for name in found)
+        auxiliary_files = [
+            str(path.relative_to(output)) for path in output.rglob("*.*") if "safetensors" not in path.name
+        ]
+        assert sorted(auxiliary_files) == sorted([*names, "config.json", "tokenizer.json", "tokenizer_config.json"])
+        assert all((output / name).read_bytes() == (model / name).read_bytes() for name in auxiliary_files)
         assert all(file.stat().st_size < size + 10_000 for file in output.glob("*.safetensors"))
     assert torch.equal(logits(stories_model), logits(output))
 
 
 @pytest.mark.parametrize(
-    ("architecture", "dtype"), [("llama", torch.float32), *((one, torch.bfloat16) for one in ARCHITECTURES)], ids=str
+    ("architecture", "dtype"), [("llama", torch.float32), *((name, torch.bfloat16) for name in ARCHITECTURES)], ids=str
 )
 def test_every_architecture_comes_back(tmp_path: Path, architecture: str, dtype: torch.dtype) -> None:
     """Its tensors bit for bit; its configuration both as a file that is carried and as one that we write."""
@@ -135,33 +137,36 @@ def test_tensors_that_do_not_compute_the_model_are_left_out(tmp_path: Path, capl
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     """Tensors and configuration that do not belong together."""
-    found = {}
+    folders = {}
     for name in ("llama", "llama-tied", "qwen2"):
         hf_to_megatron(write_model(tmp_path / f"{name}-model", name), tmp_path / name)
-        found[name] = Pretrained.find(tmp_path / name).folder
-    for one, other, text in (
+        folders[name] = Pretrained.find(tmp_path / name).folder
+    for tensors_of, config_of, text in (
         ("llama", "llama-tied", "needs None"),
         ("llama-tied", "llama", "has shape None"),
         ("qwen2", "llama-tied", "linear_qkv.bias in"),
     ):
-        mixed = Path(shutil.copytree(found[one], tmp_path / f"{one}-mixed"))
-        replace(Manifest.read(mixed), config=Manifest.read(found[other]).config).write(mixed)
+        mixed = Path(shutil.copytree(folders[tensors_of], tmp_path / f"{tensors_of}-mixed"))
+        replace(Manifest.read(mixed), config=Manifest.read(folders[config_of]).config).write(mixed)
         assert text in refused(back, mixed, tmp_path / "export")
 
 
 def test_an_output_or_a_tokenizer_that_cannot_be_written(tmp_path: Path) -> None:
-    model, run, link = write_model(tmp_path / "model", "llama"), tmp_path / "run", tmp_path / "link"
+    model = write_model(tmp_path / "model", "llama")
+    run = tmp_path / "run"
+    link = tmp_path / "link"
     link.symlink_to(model)
     for output in (model, link):
         assert f"{output} exists" in refused(hf_to_megatron, model, output)
     hf_to_megatron(model, run)
-    for given in (None, "somewhere/else", "bytes"):
-        assert "--tokenizer none" in refused(back, run, tmp_path / "export", tokenizer=given)
+    for tokenizer in (None, "somewhere/else", "bytes"):
+        assert "--tokenizer none" in refused(back, run, tmp_path / "export", tokenizer=tokenizer)
 
 
 def test_a_config_that_names_code_is_not_carried(tmp_path: Path) -> None:
-    """As Moonlight's, whose .py files are not copied."""
-    model, export = write_model(tmp_path / "model", "deepseek_v3-dense"), tmp_path / "export"
+    """Moonlight's configuration is an example: its .py files are not copied."""
+    model = write_model(tmp_path / "model", "deepseek_v3-dense")
+    export = tmp_path / "export"
     (model / "tokenizer.json").write_text("{}")
     entries = json.loads((model / "config.json").read_text()) | {"auto_map": {"AutoConfig": "configuration.C"}}
     (model / "config.json").write_text(json.dumps(entries))
@@ -177,15 +182,18 @@ def test_a_coefficient_of_balancing_is_named(tmp_path: Path, caplog: pytest.LogC
 
 
 def test_an_export_of_a_run_on_chats_ends_with_a_turn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As well as with the base model's own ends of text."""
-    model, run, chats = write_model(tmp_path / "model", "llama", eos_token_id=2), tmp_path / "run", tmp_path / "chats"
+    """The base model's own ends of text end it as well."""
+    model = write_model(tmp_path / "model", "llama", eos_token_id=2)
+    run = tmp_path / "run"
+    chats = tmp_path / "chats"
     put_tokenizer(model, PLAIN)
     (model / "generation_config.json").write_text('{"eos_token_id": [2, 3], "max_new_tokens": 50}')
     file = put_chats(tmp_path / "chats.jsonl", conversations(3))
     preprocess(PreprocessOptions([str(file)], str(chats), str(model), messages_field="messages"))
     (tmp_path / "texts.json").write_text('{"turn_end": null}')
     hf_to_megatron(model, run)
-    folder, end = Pretrained.find(run).folder, Tokenizer(model).encode_spelled(END)[0][0]
+    folder = Pretrained.find(run).folder
+    end = Tokenizer(model).encode_spelled(END)[0][0]
     config = Manifest.read(folder).config
     for data, ends, warned in (
         ("chats", ([2, end], [2, 3, end]), False),
@@ -206,11 +214,12 @@ def test_an_export_of_a_run_on_chats_ends_with_a_turn(tmp_path: Path, caplog: py
 def test_a_link_out_of_the_folder_is_not_copied(stories_model: Path, tmp_path: Path, name: str) -> None:
     model = Path(shutil.copytree(stories_model, tmp_path / "model"))
     (model / "chat_templates").mkdir()
-    private, link = tmp_path / "private", model / name
+    private = tmp_path / "private"
+    link = model / name
     shutil.move(link, private) if link.is_file() else private.write_text("{}")
     link.symlink_to(private)
-    told = refused(hf_to_megatron, model, tmp_path / "run")
-    assert told.startswith(f"checkpoint: {link} is a link to {private}; put a copy")
+    message = refused(hf_to_megatron, model, tmp_path / "run")
+    assert message.startswith(f"checkpoint: {link} is a link to {private}; put a copy")
     assert not (tmp_path / "run").exists()
     inside = model / "chat_templates" / "content"  # nothing that is carried by its own name
     shutil.copyfile(private, inside)
@@ -225,7 +234,8 @@ def test_a_link_out_of_the_folder_is_not_copied(stories_model: Path, tmp_path: P
 def test_a_snapshot_of_the_cache_is_converted(stories_model: Path, tmp_path: Path) -> None:
     """Every file a link into `blobs`; a folder of that name elsewhere, or a link for it, is not the cache's."""
     repository = tmp_path / "models--a--b"
-    snapshot, blobs = repository / "snapshots" / "0123", repository / "blobs"
+    snapshot = repository / "snapshots" / "0123"
+    blobs = repository / "blobs"
     snapshot.mkdir(parents=True)
     shutil.copytree(stories_model, blobs)
     (blobs / "generation_config.json").write_text("{}")
@@ -298,7 +308,9 @@ def test_memory_is_a_tensor_or_a_file_not_a_model(big: Path, tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["in", "out"])
 def test_a_killed_conversion_leaves_nothing_that_looks_like_a_model(big: Path, tmp_path: Path, way: str) -> None:
-    small, source, output = tmp_path / "small", big, tmp_path / "output"
+    small = tmp_path / "small"
+    source = big
+    output = tmp_path / "output"
     write_model(small, "llama")
     if way == "out":
         hf_to_megatron(big, source := tmp_path / "run")

@@ -27,7 +27,7 @@ def written(folder: Path, content: dict[str, Any]) -> Path:
 
 @pytest.mark.parametrize("family", [LlamaConfig, Qwen2Config, MistralConfig])
 def test_an_old_file_reads_the_same(tmp_path: Path, family: type[PreTrainedConfig]) -> None:
-    """As transformers 4 wrote it: rope_theta beside, no head_dim, no rope_parameters; Qwen2's window, not in use."""
+    """transformers 4 wrote rope_theta beside, no head_dim, no rope_parameters, and Qwen2's window, not in use."""
     content = family(**SIZES).to_dict()
     new = read_model_config(written(tmp_path / "new", content))
     for name in ("rope_parameters", "head_dim", "layer_types"):
@@ -49,9 +49,9 @@ def test_missing_files_and_tensors_are_named(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").touch()
     assert "holds no model.safetensors; convert" in refused(HuggingFaceTensors, tmp_path)
     save_file({"a": torch.ones(2)}, tmp_path / "1.safetensors")
-    for other in ("2.safetensors", "2" * 5000):  # longer than a file system allows
-        with_index(tmp_path, a="1.safetensors", b=other)
-        assert f"lacks {echo(other)}" in refused(HuggingFaceTensors, tmp_path)
+    for missing_file in ("2.safetensors", "2" * 5000):  # longer than a file system allows
+        with_index(tmp_path, a="1.safetensors", b=missing_file)
+        assert f"lacks {echo(missing_file)}" in refused(HuggingFaceTensors, tmp_path)
     tensors = HuggingFaceTensors(with_index(tmp_path, a="1.safetensors"))
     assert tensors.names == {"a"}
     assert "has no tensor b" in refused(tensors.open, "b")
@@ -116,7 +116,7 @@ def test_the_files_are_those_that_transformers_loads(tmp_path: Path, case: str) 
 
 
 def test_adapters_and_distributed_checkpoints_are_refused(tmp_path: Path) -> None:
-    """Also beside a model: transformers applies the one if another package is installed, and loads the other."""
+    """They are refused beside a model too: transformers may apply the one, and loads the other."""
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "base"}')
     for _ in range(2):
         for read in (read_model_config, Pretrained.find):
@@ -129,7 +129,7 @@ def test_adapters_and_distributed_checkpoints_are_refused(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("suffix", ["qweight", "weight_packed", "weight"])
 def test_quantized_tensors_have_their_own_remedy(tmp_path: Path, suffix: str) -> None:
-    """Also if the entry in config.json was removed."""
+    """The tensors are recognised even if the entry in config.json was removed."""
     model = write_model(tmp_path / "model", "llama")
     tensors = load_file(model / SINGLE)
     tensors[f"model.layers.0.self_attn.q_proj.{suffix}"] = torch.zeros(32, 32, dtype=torch.int32)

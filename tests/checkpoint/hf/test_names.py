@@ -26,14 +26,14 @@ def apart(parameters: Iterable[tuple[str, Tensor]], model: ModelConfig) -> Itera
         ("block_sparse_moe", "w1", "w3", "w2") if mixtral else ("mlp", "gate_proj", "up_proj", "down_proj")
     )
     for name, tensor in parameters:
-        layer, _, rest = name.partition(".mlp.")
-        if model.block == "gpt_oss" or rest not in ("experts.gate_up_proj", "experts.down_proj"):
-            renamed = f"{layer}.{module}.gate.weight" if rest == "gate.weight" else name
+        layer, _, parameter = name.partition(".mlp.")
+        if model.block == "gpt_oss" or parameter not in ("experts.gate_up_proj", "experts.down_proj"):
+            renamed = f"{layer}.{module}.gate.weight" if parameter == "gate.weight" else name
             yield renamed, tuple(tensor.shape)
             continue
         experts, rows, columns = tensor.shape
         for expert in range(experts):
-            matrices = (gate, up) if "gate_up" in rest else (down,)
+            matrices = (gate, up) if "gate_up" in parameter else (down,)
             for matrix in matrices:
                 yield f"{layer}.{module}.experts.{expert}.{matrix}.weight", (rows // len(matrices), columns)
 
@@ -44,12 +44,12 @@ def assert_same_parameters(model: ModelConfig, vocab_size: int) -> None:
     with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(config)
     assert [type(built).__name__] == values["architectures"]
-    theirs = dict(apart(built.named_parameters(), model))
+    parameter_shapes = dict(apart(built.named_parameters(), model))
     biases = {
         name: tuple(bias.shape) for name, bias in built.named_buffers() if name.endswith("e_score_correction_bias")
     }
-    assert shapes_in_files(model, vocab_size) == theirs | biases
-    assert count_parameters(model, vocab_size) == sum(torch.Size(shape).numel() for shape in theirs.values())
+    assert shapes_in_files(model, vocab_size) == parameter_shapes | biases
+    assert count_parameters(model, vocab_size) == sum(torch.Size(shape).numel() for shape in parameter_shapes.values())
 
 
 LATENT: dict[str, Any] = {
@@ -81,7 +81,8 @@ KINDS = [
 @settings(max_examples=8, deadline=None)
 def test_names_and_shapes_are_transformers(untied: bool, kind: ModelConfig, sizes, own_head: bool, ffn: int) -> None:
     layers, groups, share, quarter_head = sizes
-    heads, head = groups * (1 if kind.multi_latent_attention else share), 4 * quarter_head
+    heads = groups * (1 if kind.multi_latent_attention else share)
+    head = 4 * quarter_head
     own_head = own_head and not kind.multi_latent_attention
     width = heads * (head + 3 if own_head else head)  # transformers wants a multiple of the heads
     kind = replace(kind, num_layers=layers, ffn_hidden_size=ffn, untie_embeddings_and_output_weights=untied)
@@ -100,7 +101,8 @@ ONE_OF_EACH += ("Qwen3-30B-A3B", "Mixtral-8x7B", "Moonlight-16B-A3B")
 
 @pytest.mark.parametrize(("name", "parameters"), re.findall(r"(\S+) (\d+)", PUBLISHED))
 def test_presets_have_their_size_and_are_transformers_models(name: str, parameters: str) -> None:
-    model, vocab_size = ModelConfig(**PRESETS[name]), PRESETS[name]["vocab_size"]
+    model = ModelConfig(**PRESETS[name])
+    vocab_size = PRESETS[name]["vocab_size"]
     assert count_parameters(model, vocab_size) == int(parameters)
     if name in ONE_OF_EACH:
         assert_same_parameters(model, vocab_size)
@@ -108,7 +110,8 @@ def test_presets_have_their_size_and_are_transformers_models(name: str, paramete
 
 def test_a_token_meets_the_experts_that_it_goes_to() -> None:
     model = ModelConfig(**PRESETS["Qwen3-30B-A3B"])
-    attention, norms = 2 * 2048 * 32 * 128 + 2 * 2048 * 4 * 128, 2 * 128 + 2 * 2048
+    attention = 2 * 2048 * 32 * 128 + 2 * 2048 * 4 * 128
+    norms = 2 * 128 + 2 * 2048
     layer = attention + norms + 128 * 2048 + 8 * 3 * 2048 * 768
     assert count_active_parameters(model, 151936) == 48 * layer + 2 * 151936 * 2048 + 2048
     mixtral = ModelConfig(**PRESETS["Mixtral-8x7B"])

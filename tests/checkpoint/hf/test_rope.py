@@ -23,14 +23,14 @@ def content(rope: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def assert_same_angles(entries: dict[str, Any], model: ModelConfig, length: int) -> None:
-    """What transformers turns by at positions up to `length`, against our frequencies and factor."""
-    theirs = LlamaRotaryEmbedding(AutoConfig.for_model(**entries))
+    """Compare transformers' rotations at positions up to `length` with our frequencies and factor."""
+    embedding = LlamaRotaryEmbedding(AutoConfig.for_model(**entries))
     positions = torch.arange(length)[None]
-    cos, sin = theirs(torch.zeros(1), positions)
-    ours = angles(positions[0], model_frequencies(model, length))
+    cos, sin = embedding(torch.zeros(1), positions)
+    expected_angles = angles(positions[0], model_frequencies(model, length))
     factor = attention_factor(model)
-    torch.testing.assert_close(cos[0], ours.cos() * factor, rtol=0, atol=2e-5 * factor)
-    torch.testing.assert_close(sin[0], ours.sin() * factor, rtol=0, atol=2e-5 * factor)
+    torch.testing.assert_close(cos[0], expected_angles.cos() * factor, rtol=0, atol=2e-5 * factor)
+    torch.testing.assert_close(sin[0], expected_angles.sin() * factor, rtol=0, atol=2e-5 * factor)
 
 
 @pytest.mark.parametrize("length", [20, 128, 200])
@@ -77,13 +77,13 @@ def test_old_entries_beside_new_ones_mean_what_they_do_to_transformers() -> None
     ids=str,
 )
 def test_deepseeks_factors_both_ways(scales: dict[str, float]) -> None:
-    """Of rotated queries and keys, and of the scores of all dimensions, as read and as written."""
+    """The factors of rotated queries and keys, and of all scores, are read and written."""
     entries = SIZES | ARCHITECTURES["deepseek_v3-dense"] | {"rope_parameters": YARN | {"rope_theta": 500.0} | scales}
     model = model_config(entries)
     for content in (entries, hugging_face_config(model, 300, 128)):
-        theirs = AutoConfig.for_model(**content)
-        assert attention_factor(model) == pytest.approx(LlamaRotaryEmbedding(theirs).attention_scaling, rel=1e-9)
-        factor = DeepseekV3Attention(theirs, 0).scaling * model.head_size**0.5
+        config = AutoConfig.for_model(**content)
+        assert attention_factor(model) == pytest.approx(LlamaRotaryEmbedding(config).attention_scaling, rel=1e-9)
+        factor = DeepseekV3Attention(config, 0).scaling * model.head_size**0.5
         assert score_factor(model) == pytest.approx(factor, rel=1e-9)
 
 

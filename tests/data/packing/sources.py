@@ -49,7 +49,7 @@ class ListedSource:
 
 
 class MaskedSource(ListedSource):
-    """Of even documents every third token is trained, of odd ones there is no mask."""
+    """Even documents train every third token, odd ones have no mask."""
 
     def read_mask(self, document: int, offset: int, length: int) -> np.ndarray | bool:
         return True if document % 2 else self.read(document, offset, length) % 3 == 0
@@ -74,21 +74,21 @@ def tokens_of(lengths: list[int]) -> list[int]:
 
 
 def input_tokens(rows: list[TokenRow]) -> Counter[int]:
-    """How often each token is an input of the rows; padding left out."""
+    """Count how often each token is an input of the rows, without padding."""
     counts = Counter(token for row in rows for token in row.tokens[:-1].tolist())
     del counts[PAD]
     return counts
 
 
 def assert_outlined(rows: RowSource, sample: int) -> None:
-    """The outline of a row is that of the row itself."""
+    """Compare the outline of a row with the row itself."""
     row, outline = rows.row(sample), rows.outline(sample)
     np.testing.assert_array_equal(outline.document_ends, row.document_ends)
     np.testing.assert_array_equal(outline.trained, row.trained)
 
 
-def assert_same(row: TokenRow, other: TokenRow) -> None:
-    np.testing.assert_array_equal(row.tokens, other.tokens)
-    np.testing.assert_array_equal(row.document_ends, other.document_ends)
-    np.testing.assert_array_equal(row.trained, other.trained)
+def assert_same(row: TokenRow, expected: TokenRow) -> None:
+    np.testing.assert_array_equal(row.tokens, expected.tokens)
+    np.testing.assert_array_equal(row.document_ends, expected.document_ends)
+    np.testing.assert_array_equal(row.trained, expected.trained)
     assert (row.tokens.dtype, row.document_ends.dtype, row.trained.dtype) == (np.int64, np.int64, np.bool_)

@@ -21,7 +21,7 @@ def score(query: set[int], text: list[int], block: list[list[int]]) -> float:
     counts = Counter(text)
     total = 0.0
     for term in query:
-        spread = sum(term in other for other in block)
+        spread = sum(term in candidate for candidate in block)
         weight = math.log(1 + (len(block) - spread + 0.5) / (spread + 0.5))
         total += weight * counts[term] / (counts[term] + 1.5 * (1 - 0.75 + 0.75 * len(text) / average))
     return total
@@ -29,8 +29,9 @@ def score(query: set[int], text: list[int], block: list[list[int]]) -> float:
 
 def query_of(text: list[int], block: list[list[int]]) -> set[int]:
     """The rarest terms that together name no more documents than there are; of equally rare ones the smaller id."""
-    spread = {term: sum(term in other for other in block) for term in text}
-    query, named = set(), 0
+    spread = {term: sum(term in candidate for candidate in block) for term in text}
+    query = set()
+    named = 0
     for term in sorted((t for t in spread if 1 < spread[t] < len(block)), key=lambda t: (spread[t], t)):
         named += spread[term]
         if named <= len(block):
@@ -61,7 +62,8 @@ def test_the_next_is_the_nearest(documents: list[list[int]], block: int, first: 
     source = WrittenSource(documents)
     corpus = Corpus(source, np.arange(len(documents)), source.document_lengths, 1, 0)
     order = Bm25(first, block).order(corpus, np.array(shuffled)).tolist()
-    begin, blocks = 0, math.ceil(len(documents) / block)
+    begin = 0
+    blocks = math.ceil(len(documents) / block)
     for number in range(blocks):
         part = slice(begin, begin + len(documents) // blocks + (number < len(documents) % blocks))
         begin = part.stop

@@ -20,22 +20,24 @@ options_ = st.fixed_dictionaries(
 
 
 def pieces_of(lengths: list[int], shortest: int, longest: int) -> dict[int, list[Piece]]:
-    found: dict[int, list[Piece]] = defaultdict(list)
+    pieces: dict[int, list[Piece]] = defaultdict(list)
     for document, length in enumerate(lengths):
         start = 0
         sizes = [longest] * (length // longest) + [longest >> k for k in range(1, longest.bit_length())]
         for size in sizes:
             if size >= shortest and length - start >= size:
-                found[size].append((document, start, size))
+                pieces[size].append((document, start, size))
                 start += size
         assert length - start < shortest
-    return found
+    return pieces
 
 
 @given(lengths=some_lengths, row_length=st.sampled_from([4, 8, 16]), seed=seeds, options=options_)
 @settings(max_examples=200)
 def test_rows_hold_pieces_of_one_size(lengths: list[int], row_length: int, seed: int, options: dict[str, int]) -> None:
-    source, documents, batch = ListedSource(lengths), range(len(lengths)), options["batch_rows"]
+    source = ListedSource(lengths)
+    documents = range(len(lengths))
+    batch = options["batch_rows"]
     wanted = pieces_of(lengths, options["shortest"], row_length)
     batches = {size: len(pieces) * size // (row_length * batch) for size, pieces in wanted.items()}
     if not sum(batches.values()):
@@ -92,26 +94,26 @@ def test_every_cycle_has_an_even_share(counts: list[int], cycles: int, growth: f
     start = 0
     for cycle in range(cycles):
         shares = [(cycle + 1) * count // cycles - cycle * count // cycles for count in counts]
-        found = Counter(order[start : start + sum(shares)])
-        assert [found[bucket] for bucket in range(len(counts))] == shares
+        drawn_buckets = Counter(order[start : start + sum(shares)])
+        assert [drawn_buckets[bucket] for bucket in range(len(counts))] == shares
         start += sum(shares)
     assert start == len(order) == sum(counts)
 
 
 @pytest.mark.parametrize("growth", [1.0, 2.0, 5.0])
 def test_the_odds(growth: float) -> None:
-    """Where the next batch comes from, given what is left in the cycle, over many draws."""
+    """The odds of the next batch's bucket follow from what is left in the cycle, over many draws."""
     counts = [2, 3, 1]
     seen: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
     for seed in range(4000):
-        left = list(counts)
+        remaining = list(counts)
         for bucket in curriculum(counts, draws(counts, seed), growth, 1).tolist():
-            seen[tuple(count > 0 for count in left)][bucket] += 1
-            left[bucket] -= 1
+            seen[tuple(count > 0 for count in remaining)][bucket] += 1
+            remaining[bucket] -= 1
     weights = [growth**-bucket * count for bucket, count in enumerate(counts)]
-    for alive, found in seen.items():
+    for alive, drawn_buckets in seen.items():
         total = np.dot(weights, alive)
         for bucket, weight in enumerate(weights):
             share = weight * alive[bucket] / total
-            error = 5 * (share * (1 - share) / found.total()) ** 0.5
-            assert abs(found[bucket] / found.total() - share) <= error, (alive, bucket)
+            error = 5 * (share * (1 - share) / drawn_buckets.total()) ** 0.5
+            assert abs(drawn_buckets[bucket] / drawn_buckets.total() - share) <= error, (alive, bucket)

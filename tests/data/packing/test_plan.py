@@ -18,9 +18,9 @@ def test_a_plan_is_found_by_its_key(tmp_path: Path) -> None:
     save_plan(plan, tmp_path / "deep" / "data")
     loaded = load_plan(tmp_path / "deep" / "data", key)
     assert loaded.key == plan.key == key
-    for ours, theirs in ((loaded.pieces, plan.pieces), (loaded.row_offsets, plan.row_offsets)):
-        np.testing.assert_array_equal(ours, theirs)
-        assert isinstance(ours, np.memmap)
+    for loaded_array, saved_array in ((loaded.pieces, plan.pieces), (loaded.row_offsets, plan.row_offsets)):
+        np.testing.assert_array_equal(loaded_array, saved_array)
+        assert isinstance(loaded_array, np.memmap)
     assert list((tmp_path / "deep" / "data.packing").iterdir()) == [plan_folder(tmp_path / "deep" / "data", key)]
     for change in (
         {"policy": "carry_over", "options": None},
@@ -30,6 +30,6 @@ def test_a_plan_is_found_by_its_key(tmp_path: Path) -> None:
         {"source": ListedSource([5, 17, 9, 1, 7])},
         {"documents": range(4)},
     ):
-        other = plan_key(**arguments | change)
-        said = f"has no {other.policy} plan for seq_length {other.row_length} and seed"
-        assert said in refused(load_plan, tmp_path / "deep" / "data", other)
+        other_key = plan_key(**arguments | change)
+        message = f"has no {other_key.policy} plan for seq_length {other_key.row_length} and seed"
+        assert message in refused(load_plan, tmp_path / "deep" / "data", other_key)

@@ -84,30 +84,32 @@ def test_upsampling_within_sources_keeps_their_shares() -> None:
     assert set(copies[10:80]) == {1}
     assert np.bincount(copies[80:90]).tolist() == [0, 0, 0, 7, 3]  # 3.267
     assert np.bincount(copies[90:]).tolist() == [0, 30, 20]  # 1.4
-    for mine in (slice(0, 80), slice(80, 140)):
-        assert tokens[mine].sum() == pytest.approx(2333, rel=0.02)
-        long = np.array(lengths[mine]) > 20
-        assert tokens[mine][long].sum() / tokens[mine].sum() == pytest.approx(0.7, abs=0.01)
+    for documents in (slice(0, 80), slice(80, 140)):
+        assert tokens[documents].sum() == pytest.approx(2333, rel=0.02)
+        long = np.array(lengths[documents]) > 20
+        assert tokens[documents][long].sum() / tokens[documents].sum() == pytest.approx(0.7, abs=0.01)
     # sources are a part of the plan's key, lengths alone do not tell them
     assert plan.key.fingerprint != build_plan("upsample_long", ListedSource(lengths), range(140), 16, 0).key.fingerprint
 
 
 @given(lengths=some_lengths, row_length=row_lengths, data=st.data())
 def test_joined_sources_are_documents(lengths: list[int], row_length: int, data: st.DataObject) -> None:
-    """The rows are those of a data set that has one document of each source."""
+    """The rows equal the rows of a data set that has one document of each source."""
     sources = data.draw(st.lists(st.integers(0, 3), min_size=len(lengths), max_size=len(lengths)))
     texts = [[t for t in tokens_of(lengths) if sources[t // STRIDE] == number] for number in range(4)]
     assume(max(map(len, texts)) >= row_length)
-    source, whole = ListedSource(lengths, sources), WrittenSource(texts)
+    source = ListedSource(lengths, sources)
+    whole = WrittenSource(texts)
     plan = build_plan("whole_document", source, range(len(lengths)), row_length, 0, {"join_sources": 1})
     wanted = build_plan("whole_document", whole, range(4), row_length, 0)
     mask_eod = data.draw(st.booleans())
-    rows, wanted_rows = PackedRows(source, plan, 0, mask_eod=mask_eod), PackedRows(whole, wanted, 0)
+    rows = PackedRows(source, plan, 0, mask_eod=mask_eod)
+    wanted_rows = PackedRows(whole, wanted, 0)
     assert plan.rows == wanted.rows
     for number in range(plan.rows):
-        row, other = rows.plan_row(number), wanted_rows.plan_row(number)
-        np.testing.assert_array_equal(row.tokens[:-1], other.tokens[:-1])
-        np.testing.assert_array_equal(row.trained[:-1], other.trained[:-1])
+        row, wanted_row = rows.plan_row(number), wanted_rows.plan_row(number)
+        np.testing.assert_array_equal(row.tokens[:-1], wanted_row.tokens[:-1])
+        np.testing.assert_array_equal(row.trained[:-1], wanted_row.trained[:-1])
         assert set(row.document_ends.tolist()) <= {row_length}
 
 
@@ -132,12 +134,12 @@ def test_upsample_long_repeats_long_documents(lengths: list[int], row_length: in
 @pytest.mark.parametrize("policy", POLICIES)
 def test_plans_are_pure_and_the_seed_counts(policy: str) -> None:
     lengths = np.random.default_rng(0).integers(0, 60, 50).tolist()
-    plan, again, other = (build(policy, lengths, 16, seed) for seed in (3, 3, 4))
-    assert plan.key == again.key != other.key
+    plan, again, plan_of_other_seed = (build(policy, lengths, 16, seed) for seed in (3, 3, 4))
+    assert plan.key == again.key != plan_of_other_seed.key
     np.testing.assert_array_equal(plan.pieces, again.pieces)
     np.testing.assert_array_equal(plan.row_offsets, again.row_offsets)
     fixed = policy in ("whole_document", "split_drop")  # nothing is drawn but the order of rows
-    assert np.array_equal(plan.pieces, other.pieces) == fixed
+    assert np.array_equal(plan.pieces, plan_of_other_seed.pieces) == fixed
     split = build_plan(policy, ListedSource([16, 5, 0, 40, 16, 33, 20]), [6, 3, 2], 16, 0, OPTIONS.get(policy))
     assert set(split.pieces[:, 0].tolist()) == {3, 6}
 

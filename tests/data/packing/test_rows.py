@@ -51,7 +51,8 @@ def expected_row(plan: PackingPlan, row: int, lengths: list[int], mask_eod: bool
     places.append((last[0], last[1] + 1) if last is not None and follows else None)
     trained = []
     for place in range(length):
-        here, label = places[place], places[place + 1]
+        here = places[place]
+        label = places[place + 1]
         if here is None or label is None:
             trained.append(False)
         elif place + 1 in ends:
@@ -85,10 +86,12 @@ def test_carry_over_gives_the_rows_of_random(lengths: list[int], row_length: int
     dataset = RowDataset(ListedSource(lengths), range(len(lengths)), row_length, seed, mask_eod=mask_eod)
     random = {dataset.row_index(sample): dataset.row(sample) for sample in range(plan.rows)}
     for number in range(sum(lengths) // row_length):
-        row, other = packed.plan_row(number), random[number]
+        row = packed.plan_row(number)
+        random_row = random[number]
         if row_length in row.document_ends:
-            other.trained[-1], other.tokens[-1] = False, 0
-        assert_same(row, other)
+            random_row.trained[-1] = False
+            random_row.tokens[-1] = 0
+        assert_same(row, random_row)
 
 
 @given(lengths=some_lengths, row_length=row_lengths, seed=seeds)
@@ -117,11 +120,11 @@ def rows_of(plan: PackingPlan, source: ListedSource) -> list[TokenRow]:
 
 def contexts(rows: list[TokenRow]) -> list[int]:
     """C_i of every token under the document mask, padding left out."""
-    found = []
+    token_contexts = []
     for row in rows:
         layout = build_layout(len(row.tokens) - 1, row.document_ends, len(row.tokens) - 1)
-        found += (layout.positions() + 1)[row.tokens[:-1] != PAD].tolist()
-    return found
+        token_contexts += (layout.positions() + 1)[row.tokens[:-1] != PAD].tolist()
+    return token_contexts
 
 
 def truncated(rows: list[TokenRow], lengths: list[int]) -> set[int]:
@@ -140,7 +143,8 @@ def truncated(rows: list[TokenRow], lengths: list[int]) -> set[int]:
 @given(lengths=some_lengths, row_length=row_lengths, seed=seeds)
 @settings(max_examples=40, deadline=None)
 def test_the_report_is_what_the_rows_show(policy: str, lengths: list[int], row_length: int, seed: int) -> None:
-    source, documents = ListedSource(lengths), range(len(lengths))
+    source = ListedSource(lengths)
+    documents = range(len(lengths))
     if policy == "decomposition":
         row_length = 1 << row_length.bit_length() - 1
     try:
@@ -150,7 +154,8 @@ def test_the_report_is_what_the_rows_show(policy: str, lengths: list[int], row_l
         return
     counted = report(plan, source, documents)
     rows = rows_of(plan, source)
-    inputs, every = input_tokens(rows), set(tokens_of(lengths))
+    inputs = input_tokens(rows)
+    every = set(tokens_of(lengths))
     places = [token for row in rows for token in row.tokens[:-1].tolist()]
     assert (counted.documents, counted.tokens) == (sum(map(bool, lengths)), sum(lengths))
     assert (counted.rows, counted.row_tokens) == (len(rows), len(places))
@@ -164,11 +169,12 @@ def test_the_report_is_what_the_rows_show(policy: str, lengths: list[int], row_l
 
 def test_what_each_policy_keeps_of_prolongs_long_documents() -> None:
     """Worked by hand: rows of 64 tokens, documents of 200, 64, 130 and 63: 3, 1, 2 and no whole rows."""
-    source, documents = ListedSource([200, 64, 130, 63]), range(4)
+    source = ListedSource([200, 64, 130, 63])
+    documents = range(4)
 
     def counted(policy: str, **options: int) -> tuple[int, int]:
-        found = report(build_plan(policy, source, documents, 64, 0, options), source, documents)
-        return found.rows, found.kept_tokens
+        counts = report(build_plan(policy, source, documents, 64, 0, options), source, documents)
+        return counts.rows, counts.kept_tokens
 
     assert counted("whole_document") == (6, 384)
     assert counted("whole_document", rows_per_document=1) == (3, 192)
@@ -177,7 +183,8 @@ def test_what_each_policy_keeps_of_prolongs_long_documents() -> None:
 
 def test_what_is_kept_of_joined_books() -> None:
     """Worked by hand: subjects of 30 + 50 + 20, 10 + 5 and 64 tokens, rows of 32: 96 of 100 and all of 64."""
-    source, documents = ListedSource([30, 10, 50, 5, 64, 20], sources=[0, 1, 0, 1, 2, 0]), range(6)
+    source = ListedSource([30, 10, 50, 5, 64, 20], sources=[0, 1, 0, 1, 2, 0])
+    documents = range(6)
     joined = report(build_plan("whole_document", source, documents, 32, 0, {"join_sources": 1}), source, documents)
     assert (joined.rows, joined.kept_tokens) == (5, 160)
     assert (joined.dropped_documents, joined.truncated_documents) == (2, 3)

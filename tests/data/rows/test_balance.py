@@ -29,9 +29,9 @@ def test_every_row_once_and_evenly(data: st.DataObject, ranks: int, micro_batche
 def test_two_ranks_against_all_ways(costs: list[int]) -> None:
     """Swapping ends where no single swap helps: within a small factor of the best of all ways."""
     assigned = assign_rows(costs, 2, 3)
-    found = max(sum(costs[row] for row in rank.reshape(-1)) for rank in assigned)
+    largest = max(sum(costs[row] for row in rank.reshape(-1)) for rank in assigned)
     best = min(
-        max(sum(costs[row] for row in one), sum(costs) - sum(costs[row] for row in one))
-        for one in itertools.combinations(range(6), 3)
+        max(sum(costs[row] for row in half), sum(costs) - sum(costs[row] for row in half))
+        for half in itertools.combinations(range(6), 3)
     )
-    assert best <= found <= best * 1.2 + 1e-9
+    assert best <= largest <= best * 1.2 + 1e-9

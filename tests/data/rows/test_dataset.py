@@ -108,7 +108,8 @@ weird_weights = st.lists(
 
 @given(weights=weird_weights)
 def test_blend_equals_the_sorted_events(weights: list[float]) -> None:
-    rows, count = blend(weights), 60
+    rows = blend(weights)
+    count = 60
     events = [((k + 0.5) / w, d, k) for d, w in enumerate(rows.weights) for k in range(count)]
     expected = [(d, k) for _, d, k in sorted(events)[:count]]
     assert [rows.locate(sample) for sample in range(count)] == expected
@@ -138,11 +139,13 @@ def test_sequences_fill_rows_as_separate_documents(lengths: list[int], length: i
     assert rows.row_tokens == rows.row_length == count * length
     for sample in range(3):
         assert_outlined(rows, sample)
-        row, parts = rows.row(sample), [sequences.row(sample * count + number) for number in range(count)]
+        row = rows.row(sample)
+        parts = [sequences.row(sample * count + number) for number in range(count)]
         np.testing.assert_array_equal(row.tokens[:-1], np.concatenate([part.tokens[:-1] for part in parts]))
         assert (np.diff(row.document_ends) > 0).all()
         for number, part in enumerate(parts):
-            first, last = number * length, (number + 1) * length
+            first = number * length
+            last = (number + 1) * length
             inside = row.document_ends[(row.document_ends > first) & (row.document_ends < last)] - first
             np.testing.assert_array_equal(inside, part.document_ends[part.document_ends < length])
             assert last in row.document_ends or number == count - 1

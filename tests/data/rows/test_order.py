@@ -20,7 +20,8 @@ from tests.data.packing.sources import assert_same
 from tests.theirs import write_theirs
 
 LENGTHS = [5, 0, 1, 30, 9, 2, 17, 0, 4, 11]
-ROW, SEED = 8, 3
+ROW = 8
+SEED = 3
 
 
 @pytest.fixture(autouse=True)
@@ -85,10 +86,12 @@ def test_the_next_epoch_is_drawn_before_it_is_needed(prefix: Path, tmp_path: Pat
 
 
 def test_a_plans_fingerprint_and_row_order_are_kept(prefix: Path, tmp_path: Path) -> None:
-    source, documents = IndexedSource(prefix), range(len(LENGTHS))
+    source = IndexedSource(prefix)
+    documents = range(len(LENGTHS))
     expected = fingerprint(source, documents)
     plan = build_plan("best_fit", source, documents, ROW, SEED)
-    plain, kept = PackedRows(source, plan, SEED), PackedRows(source, plan, SEED, cache=tmp_path / "cache")
+    plain = PackedRows(source, plan, SEED)
+    kept = PackedRows(source, plan, SEED, cache=tmp_path / "cache")
     for _ in range(2):
         assert fingerprint(IndexedSource(prefix), documents, tmp_path / "cache") == expected
     assert [kept.row_index(sample) for sample in range(50)] == [plain.row_index(sample) for sample in range(50)]
@@ -101,9 +104,9 @@ def test_equal_words_stay_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """The permutation sorts keys of the words' upper bits; words that are equal there must be told apart."""
     draw = np.random.default_rng(0)
     for count in range(1, 60):
-        few = draw.integers(2**64, size=6, dtype=np.uint64)
-        close = few[0] ^ np.arange(6, dtype=np.uint64)  # these differ in the lowest bits alone
-        words = draw.choice(np.concatenate([few, close]), count)
+        distinct_words = draw.integers(2**64, size=6, dtype=np.uint64)
+        close_words = distinct_words[0] ^ np.arange(6, dtype=np.uint64)  # these differ in the lowest bits alone
+        words = draw.choice(np.concatenate([distinct_words, close_words]), count)
         monkeypatch.setattr(row_module, "random_words", lambda *_, words=words: words)
         expected = np.argsort(words, kind="stable")
         np.testing.assert_array_equal(permutation(count, 0, 0, Purpose.ROWS), expected)

@@ -68,8 +68,8 @@ chats = st.lists(
 
 @given(messages=chats)
 def test_ids_and_mask_are_those_of_transformers(folder: Path, messages: list[dict[str, Any]]) -> None:
-    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
-    wanted = theirs.apply_chat_template(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    wanted = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
     text, spans = ChatTemplate.of(folder).render(messages)
     assert (text, spans) == template(PLAIN).render(messages)  # which marks nothing
     ids, offsets = Tokenizer(folder).encode_spelled(text)
@@ -115,16 +115,16 @@ def in_parts(message: dict[str, Any], *texts: str) -> dict[str, Any]:
 )
 def test_transformers_renders_the_same(folder: Path, source: str, messages: list[dict[str, Any]]) -> None:
     """Keys that are null are left out, and parts are given to a template that reads them, in prompts, too."""
-    theirs = PreTrainedTokenizerFast.from_pretrained(folder, chat_template=source)
-    ours = template(source)
-    assert ours.render(messages)[0] == theirs.apply_chat_template(messages, tokenize=False)
-    wanted = theirs.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
-    assert ours.prompt(messages[:1]) == wanted
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, chat_template=source)
+    chat_template = template(source)
+    assert chat_template.render(messages)[0] == tokenizer.apply_chat_template(messages, tokenize=False)
+    wanted = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
+    assert chat_template.prompt(messages[:1]) == wanted
 
 
 @pytest.mark.parametrize("source", [PLAIN, MARKED, HEADED, PLAIN.replace("m['content'] +", "m['content'] ~")])
 def test_parts_are_joined_for_a_template_that_reads_none(source: str) -> None:
-    """Also where it would write the list as Python does."""
+    """They are joined even where it would write the list as Python does."""
     assert template(source).render([in_parts(ASK, "n", "o"), in_parts(SAY, "yes")]) == template(source).render(
         [ASK, SAY]
     )
@@ -132,7 +132,7 @@ def test_parts_are_joined_for_a_template_that_reads_none(source: str) -> None:
 
 @pytest.mark.parametrize("in_files", [False, True])
 def test_conversations_with_tools_have_their_template(tmp_path: Path, in_files: bool) -> None:
-    """It is that of transformers, if a tokenizer has several."""
+    """If a tokenizer has several, transformers' choice is taken."""
     folder = put_tokenizer(tmp_path, None)
     sources = {"default": PLAIN, "tool_use": "{{ tools | length }}" + PLAIN, "rag": "rag"}
     if in_files:
@@ -144,9 +144,11 @@ def test_conversations_with_tools_have_their_template(tmp_path: Path, in_files: 
         config = json.loads((folder / "tokenizer_config.json").read_text())
         config["chat_template"] = [{"name": name, "template": source} for name, source in sources.items()]
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    theirs, ours = PreTrainedTokenizerFast.from_pretrained(folder), ChatTemplate.of(folder)
+    tokenizer, chat_template = PreTrainedTokenizerFast.from_pretrained(folder), ChatTemplate.of(folder)
     for tools in (None, [], [{"name": "f"}]):
-        assert ours.render([ASK, SAY], tools)[0] == theirs.apply_chat_template([ASK, SAY], tools, tokenize=False)
+        assert chat_template.render([ASK, SAY], tools)[0] == tokenizer.apply_chat_template(
+            [ASK, SAY], tools, tokenize=False
+        )
 
 
 @pytest.mark.parametrize(
@@ -199,11 +201,11 @@ def options(tmp_path: Path, folder: Path) -> PreprocessOptions:
 
 def test_a_dataset_of_chats(options: PreprocessOptions, folder: Path) -> None:
     report = preprocess(options)
-    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     source = IndexedSource(options.output_prefix, Tokenizer(folder).vocab_size)
     trained = 0
     for number, chat in enumerate(conversations(120)):
-        wanted = theirs.apply_chat_template(chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        wanted = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         length = int(source.document_lengths[number])
         assert source.read(number, 0, length).tolist() == wanted["input_ids"]
         mask = source.read_mask(number, 0, length)
@@ -305,7 +307,9 @@ def test_turns_without_a_trained_end(options: PreprocessOptions, tmp_path: Path,
     preprocess(replace(options, tokenizer=str(folder)))
     metadata = json.loads(Path(options.output_prefix + ".json").read_text())
     assert metadata["turn_end"] == (Tokenizer(folder).encode_spelled(END)[0][0] if ended else None)
-    assert ["trains no special token at the end" in one.getMessage() for one in caplog.records] == [True] * (not ended)
+    assert ["trains no special token at the end" in record.getMessage() for record in caplog.records] == [True] * (
+        not ended
+    )
 
 
 def test_unusable_templates_are_refused(tmp_path: Path) -> None:
@@ -315,10 +319,10 @@ def test_unusable_templates_are_refused(tmp_path: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ strftime_now('%d %b %Y') }}" + PLAIN)
     assert "asks for today's date (strftime_now)" in refused(ChatTemplate.of, folder)
     (folder / "chat_template.jinja").write_text(PLAIN)
-    found = ChatTemplate.of(folder)
-    assert found.source == PLAIN
-    assert dict(found.variables) == {"bos_token": "<|endoftext|>", "eos_token": END}
-    assert set(found.special) == {"<|endoftext|>", START, END}
+    chat_template = ChatTemplate.of(folder)
+    assert chat_template.source == PLAIN
+    assert dict(chat_template.variables) == {"bos_token": "<|endoftext|>", "eos_token": END}
+    assert set(chat_template.special) == {"<|endoftext|>", START, END}
 
 
 RUN = """--num-layers 1 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 2 --train-iters 3
@@ -327,7 +331,7 @@ RUN = """--num-layers 1 --hidden-size 32 --ffn-hidden-size 64 --num-attention-he
 
 
 def spoken(tokens: list[int], tokenizer: Tokenizer) -> Iterator[bool]:
-    """Whether each token is the assistant's, read from the tokens alone: what follows its heading, up to the end."""
+    """Return for each token whether it is the assistant's, by the tokens alone: after its heading, up to the end."""
     heading = tokenizer.encode_spelled(f"{START}assistant\n")[0]
     ((end,), _) = tokenizer.encode_spelled(END)
     inside = False
@@ -347,12 +351,13 @@ def test_the_loss_counts_the_assistants_tokens_alone(alone: Commands, tmp_path: 
     alone.run("tools/pack_data.py", *options)
     where = ["--save", tmp_path / "run", "--dump-trajectory", tmp_path / "dump"]
     alone.run("pretrain_skyladder.py", *options, *where)
-    metrics, tokenizer = read_jsonl(tmp_path / "run" / "metrics.jsonl"), Tokenizer(folder)
+    metrics = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    tokenizer = Tokenizer(folder)
     assert len(metrics) == 3
-    for step, told in enumerate(metrics):
+    for step, record in enumerate(metrics):
         dumped = np.load(tmp_path / "dump" / f"step_{step:06}.npz")
         mask = dumped["loss_mask"].astype(bool)
-        assert told["denominator"] == mask.sum() > 0
+        assert record["denominator"] == mask.sum() > 0
         assert not mask.all()
         for tokens, held in zip(dumped["tokens"].tolist(), mask.tolist(), strict=True):
             assert held == list(spoken(tokens, tokenizer))[1:]

@@ -51,18 +51,18 @@ BAD_LINES = [
 
 def items(files: list[FileRange], fields: Fields) -> list[str]:
     """The texts and the descriptions of bad documents, in order."""
-    found: list[str] = []
+    texts: list[str] = []
     for file in files:
-        for document in read_range(file, fields, found.append):
-            found.append(document.text)
-    return found
+        for document in read_range(file, fields, texts.append):
+            texts.append(document.text)
+    return texts
 
 
 def test_bad_lines_are_named(tmp_path: Path) -> None:
     lines = [b'{"text": "good"}\n' + bad + b"\n" for bad, _ in BAD_LINES]
-    found = items([FileRange.of(put(tmp_path / "a.jsonl", b"".join(lines)))], Fields(limit=200_000))
-    assert found[::2] == ["good"] * len(BAD_LINES)
-    for number, (problem, (_, text)) in enumerate(zip(found[1::2], BAD_LINES, strict=True), start=1):
+    texts = items([FileRange.of(put(tmp_path / "a.jsonl", b"".join(lines)))], Fields(limit=200_000))
+    assert texts[::2] == ["good"] * len(BAD_LINES)
+    for number, (problem, (_, text)) in enumerate(zip(texts[1::2], BAD_LINES, strict=True), start=1):
         assert re.match(rf".*a\.jsonl:{2 * number}: .*{text}", problem)
     assert "correct it, or pass --skip-bad-lines" in refused(list, read_documents([tmp_path / "a.jsonl"]))
 
@@ -70,12 +70,12 @@ def test_bad_lines_are_named(tmp_path: Path) -> None:
 def test_bad_text_files_are_named(tmp_path: Path) -> None:
     latin = put(tmp_path / "a.txt", b"one\ncaf\xe9")
     assert "a.txt: invalid UTF-8 (0xe9) at byte 8" in refused(list, read_documents([latin]))
-    for name, content, found in (
+    for name, content, item in (
         ("b.txt", "x" * 81, f"{tmp_path}/b.txt: longer than --max-document-bytes 80"),
         ("b.txt", "x" * 80, "x" * 80),
         ("a.jsonl", "", f"{tmp_path}/a.jsonl: the file is empty"),
     ):
-        assert items([FileRange.of(put(tmp_path / name, content))], Fields(limit=80)) == [found]
+        assert items([FileRange.of(put(tmp_path / name, content))], Fields(limit=80)) == [item]
 
 
 TEXTS = ["naïve 😀\n", "two", " three ", "4" * 5000]
@@ -157,10 +157,10 @@ def test_ranges_hold_each_line_once(tmp_path_factory: pytest.TempPathFactory, te
 
 def test_groups_have_keys(tmp_path: Path) -> None:
     def keys(path: Path) -> list[str | None]:
-        found: list[str | None] = []
-        for document in read_range(FileRange.of(path), Fields(key="repo"), found.append):
-            found.append(document.key)
-        return found
+        document_keys: list[str | None] = []
+        for document in read_range(FileRange.of(path), Fields(key="repo"), document_keys.append):
+            document_keys.append(document.key)
+        return document_keys
 
     assert keys(put(tmp_path / "a.jsonl", lines(TEXTS))) == ["0", "1", "2", "3"]
     assert keys(put_parquet(tmp_path / "a.parquet", {"text": TEXTS, "repo": [7, 8, 7, 8]})) == ["7", "8", "7", "8"]
@@ -180,8 +180,8 @@ def names(folder: Path, *paths: str) -> list[str]:
 
 
 def test_folders_and_patterns_are_read_in_order_of_paths(folder: Path) -> None:
-    everything = ["a/b/c.txt", "a/z.jsonl", "a.txt", "b.txt", "c.jsonl.gz", "d.jsonl.zst", "e.parquet"]
-    assert names(folder, ".") == everything
+    all_files = ["a/b/c.txt", "a/z.jsonl", "a.txt", "b.txt", "c.jsonl.gz", "d.jsonl.zst", "e.parquet"]
+    assert names(folder, ".") == all_files
     assert names(folder, "b.txt", "a") == ["b.txt", "a/b/c.txt", "a/z.jsonl"]
     assert names(folder, "*.txt") == ["a.txt", "b.txt"]
     assert names(folder, "**/*.txt") == ["a/b/c.txt", "a.txt", "b.txt"]

@@ -27,9 +27,9 @@ def test_ids_are_those_of_tokenizers() -> None:
     command = [sys.executable, "benchmarks/fuzz_ids.py", "--texts", "2000", "--shapes", "Llama 3", "Qwen 2", "Llama 2"]
     command.append("DeepSeek 3")
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    found = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    records = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
     assert run.returncode == 0, run.stdout + run.stderr
-    assert [one["different"] for one in found] == [0, 0, 0, 0]
+    assert [record["different"] for record in records] == [0, 0, 0, 0]
 
 
 def test_special_tokens_of_a_text_are_ordinary(folder: Path) -> None:
@@ -86,12 +86,12 @@ def test_other_tokenizers_are_for_tokenizers(folder: Path, tmp_path: Path) -> No
         ("added", AddedToken("<call>"), True),
         ("normalizer", normalizers.Sequence([]), True),
     ):
-        other = type(library).from_str(library.to_str())
+        changed = type(library).from_str(library.to_str())
         if isinstance(part, AddedToken):
-            other.add_tokens([part])
+            changed.add_tokens([part])
         else:
-            setattr(other, name, part)
-        other.save(str(tmp_path / HF_FILE))
+            setattr(changed, name, part)
+        changed.save(str(tmp_path / HF_FILE))
         opened = Tokenizer(tmp_path, encoder="auto")
         assert (opened.fast is not None) is served, part
         assert opened.encode_array("a <call>  b").tolist() == opened.encode("a <call>  b")
@@ -111,10 +111,10 @@ def test_added_tokens_that_overlap_are_found_as_tokenizers_does(
         ("abc", "b", "xabcx"),
         ("b", "abc", "abc"),
     ):
-        other = tokenizers.Tokenizer.from_file(str(folder / HF_FILE))
-        other.add_tokens([AddedToken(first, normalized=kinds[0] == "1", special=special)])
-        other.add_tokens([AddedToken(second, normalized=kinds[1] == "1")])
-        other.save(str(tmp_path / HF_FILE))
+        library = tokenizers.Tokenizer.from_file(str(folder / HF_FILE))
+        library.add_tokens([AddedToken(first, normalized=kinds[0] == "1", special=special)])
+        library.add_tokens([AddedToken(second, normalized=kinds[1] == "1")])
+        library.save(str(tmp_path / HF_FILE))
         opened = Tokenizer(tmp_path, encoder="auto")
         assert opened.encode_array(text).tolist() == opened.encode(text)
         assert kinds[0] != kinds[1] or special or opened.fast is not None

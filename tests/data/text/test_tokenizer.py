@@ -46,12 +46,12 @@ def test_round_trip(folder: Path, name: str, text: str) -> None:
 
 
 def test_transformers_loads_it(folder: Path) -> None:
-    ours = Tokenizer(folder)
+    tokenizer = Tokenizer(folder)
     for kind in (AutoTokenizer, PreTrainedTokenizerFast):
-        theirs = kind.from_pretrained(folder, local_files_only=True)
-        assert theirs.eos_token_id == ours.eod_id
-        assert theirs.encode(TEXTS[7], add_special_tokens=False) == ours.encode(TEXTS[7])
-        assert theirs.decode(ours.encode(TEXTS[7])) == TEXTS[7]
+        reference = kind.from_pretrained(folder, local_files_only=True)
+        assert reference.eos_token_id == tokenizer.eod_id
+        assert reference.encode(TEXTS[7], add_special_tokens=False) == tokenizer.encode(TEXTS[7])
+        assert reference.decode(tokenizer.encode(TEXTS[7])) == TEXTS[7]
 
 
 def token(content: str, **flags: bool) -> dict[str, Any]:
@@ -86,15 +86,18 @@ def test_tokens_beside_the_file_are_transformers(folder: Path, tmp_path: Path, c
     for name, content in {"tokenizer_config": config, **others}.items():
         if content is not None:
             (tmp_path / f"{name}.json").write_text(json.dumps(content))
-    ours, theirs = Tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
-    text = "".join(f"x {one} y" for one in ("<|s|>", "<|e|>", "<tool>", "<a>", "<b>", "<pad>", "<image>", END_OF_TEXT))
-    assert ours.encode_spelled(text)[0] == theirs.encode(text, add_special_tokens=False)
-    assert set(ours.encode(text)).isdisjoint(theirs.all_special_ids)
-    assert (ours.vocab_size, ours.named) == (len(theirs), dict(theirs.special_tokens_map))
-    assert set(theirs.all_special_tokens) <= set(ours.special.values())
-    assert ours.fingerprint != plain.fingerprint
+    tokenizer = Tokenizer(tmp_path)
+    reference = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    text = "".join(
+        f"x {token} y" for token in ("<|s|>", "<|e|>", "<tool>", "<a>", "<b>", "<pad>", "<image>", END_OF_TEXT)
+    )
+    assert tokenizer.encode_spelled(text)[0] == reference.encode(text, add_special_tokens=False)
+    assert set(tokenizer.encode(text)).isdisjoint(reference.all_special_ids)
+    assert (tokenizer.vocab_size, tokenizer.named) == (len(reference), dict(reference.special_tokens_map))
+    assert set(reference.all_special_tokens) <= set(tokenizer.special.values())
+    assert tokenizer.fingerprint != plain.fingerprint
     chat = [{"role": "user", "content": "x"}]
-    assert ChatTemplate.of(tmp_path).render(chat)[0] == theirs.apply_chat_template(chat, tokenize=False)
+    assert ChatTemplate.of(tmp_path).render(chat)[0] == reference.apply_chat_template(chat, tokenize=False)
 
 
 def test_tokens_that_cannot_be_read_are_refused(folder: Path, tmp_path: Path) -> None:
@@ -120,12 +123,13 @@ def made(name: str) -> tokenizers.Tokenizer:
         "whole": lambda: BPE(PIECES, MERGES, ignore_merges=True, unk_token="<unk>"),
         "level": lambda: WordLevel(PIECES, "<unk>"),
         "piece": lambda: models.WordPiece(
-            PIECES | {f"##{one}": 400 + i for i, one in enumerate("sab.'")}, unk_token="<unk>"
+            PIECES | {f"##{text}": 400 + i for i, text in enumerate("sab.'")}, unk_token="<unk>"
         ),
-        "suffix": lambda: BPE(PIECES | {f"{one}</w>": 400 + i for i, one in enumerate("sab.")}, []),
+        "suffix": lambda: BPE(PIECES | {f"{text}</w>": 400 + i for i, text in enumerate("sab.")}, []),
     }[name]()
     tokenizer = tokenizers.Tokenizer(model)
-    replace, strip = decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)
+    replace = decoders.Replace("▁", " ")
+    strip = decoders.Strip(" ", 1, 0)
     if name in ("unigram", "fallback"):
         tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(" ", "▁")])
         tokenizer.decoder = decoders.Sequence([replace, decoders.ByteFallback(), decoders.Fuse(), strip])
@@ -137,7 +141,7 @@ def made(name: str) -> tokenizers.Tokenizer:
         tokenizer.decoder = decoders.WordPiece() if name == "piece" else decoders.BPEDecoder()
     if name != "level":
         tokenizer.add_special_tokens(
-            [AddedToken(one, special=True, normalized=False) for one in ("<unk>", "<s>", "</s>")]
+            [AddedToken(text, special=True, normalized=False) for text in ("<unk>", "<s>", "</s>")]
         )
     return tokenizer
 
@@ -149,8 +153,9 @@ def put(name: str, folder: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["unigram", "fallback", "whole", "level", "piece"])
 def test_no_text_gives_a_special_token(tmp_path: Path, name: str) -> None:
-    """The ids are those of a model that never had the piece; all others stay, and so do the special tokens' ids."""
-    tokenizer, original = Tokenizer(put(name, tmp_path)), made(name)
+    """The ids equal the ids of a model that never had the piece; all others stay, and so do the special tokens' ids."""
+    tokenizer = Tokenizer(put(name, tmp_path))
+    original = made(name)
     for text in ("</s>", "ab </s>a </s> <s> <unk>", "a</s>b", "</s></s>"):
         ids = tokenizer.encode(text)
         assert PIECES["</s>"] not in ids
@@ -204,11 +209,11 @@ def word_level(folder: Path, vocabulary: dict[str, int], config: object = None) 
 
 
 def test_end_tokens(tmp_path: Path) -> None:
-    """What the configuration names, by a name or an object, or one that is known; ids may have gaps."""
-    known = {"a": 0, "</s>": 4, "<end>": 9}
+    """The configuration names the token, by a name or an object, or it is a known one; ids may have gaps."""
+    vocabulary = {"a": 0, "</s>": 4, "<end>": 9}
     named = {"eos_token": "<end>"}, {"eos_token": {"content": "<end>", "lstrip": False}}
-    for config, eod in ((None, 4), ({"eos_token": None}, 4), *((one, 9) for one in named)):
-        tokenizer = Tokenizer(word_level(tmp_path, known, config))
+    for config, eod in ((None, 4), ({"eos_token": None}, 4), *((entry, 9) for entry in named)):
+        tokenizer = Tokenizer(word_level(tmp_path, vocabulary, config))
         assert (tokenizer.eod_id, tokenizer.vocab_size) == (eod, 10)
         assert Tokenizer(tmp_path, eod_token="a").eod_id == 0
     word_level(tmp_path, {"a": 0, "</s>": 1}, {"eos_token": "<new>"})
@@ -218,7 +223,7 @@ def test_end_tokens(tmp_path: Path) -> None:
     assert "'<eos>' is not in the vocabulary" in refused(Tokenizer, tmp_path, eod_token="<eos>")
     word_level(tmp_path, {"a": 0}, ["eos_token"])
     assert "tokenizer_config.json is not a JSON object" in refused(lambda: Tokenizer(tmp_path).eod_id)
-    tokenizers.Tokenizer(WordLevel(known, "<unk>")).save(str(tmp_path / "tokenizer.json"))
+    tokenizers.Tokenizer(WordLevel(vocabulary, "<unk>")).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").unlink()
     assert "cannot encode a text" in refused(Tokenizer(tmp_path).encode, "</s>")
 

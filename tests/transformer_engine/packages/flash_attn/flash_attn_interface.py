@@ -36,7 +36,7 @@ def flash_attn_varlen_func(
     assert dropout_p == softcap == 0
     assert alibi_slopes is block_table is None
     borders = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    lengths_q, lengths_k = ([end - start for start, end in pairwise(one)] for one in borders)
+    lengths_q, lengths_k = ([end - start for start, end in pairwise(borders_of_kind)] for borders_of_kind in borders)
     assert max(lengths_q) <= max_seqlen_q
     assert max(lengths_k) <= max_seqlen_k
     segments = Segments(
