@@ -339,7 +339,7 @@ _SUMMARY: tuple[tuple[str, str, Callable[[Float64], float], Callable[[float], st
     ("Last training loss", "lm_loss", itemgetter(-1), "{:.4f}".format),
     ("Tokens", "consumed_tokens", itemgetter(-1), "{:,.0f}".format),
     ("FLOPs", "flops", np.sum, "{:.3g}".format),
-    ("FLOPs saved against the last steps", "flops", _flops_saved, "{:.1%}".format),
+    ("FLOPs saved against the last steps", "flops", _flops_saved, "{:z.1%}".format),
     ("Time in training steps", "step_time_s", np.sum, tqdm.format_interval),
     ("Waiting for data", "data_wait_s", np.sum, tqdm.format_interval),
     ("Stalled by saving", "save_stall_s", np.sum, tqdm.format_interval),
@@ -542,10 +542,13 @@ def _steps(curve: Curve, name: str, number: int, *, extremes: bool = False, smoo
     starts = np.linspace(0, size, min(size, MOST_POINTS), endpoint=False, dtype=np.int64)
     steps = curve.steps[starts]
     values = curve.values
+    lowest = np.minimum.reduceat(values, starts)
+    highest = np.maximum.reduceat(values, starts)
     means = np.add.reduceat(values, starts) / np.diff(starts, append=size)
+    means = means.clip(lowest, highest)  # the axis of a constant metric would show nothing but rounding
     traces = [_trace(steps, means, name, number)]
     if extremes and size > MOST_POINTS:
-        spans = np.stack([np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)], axis=1)
+        spans = np.stack([lowest, highest], axis=1)
         label = f"{name}, lowest and highest"
         traces.insert(0, _trace(np.repeat(steps, 2), spans.ravel(), label, number, opacity=0.35, showlegend=False))
     if smooth:

@@ -160,6 +160,12 @@ def test_the_training_loss_is_smoothed_and_the_doublings_of_the_window_are_shade
     assert [note.text for note in figures["Throughput"].layout.annotations] == ["64", "128", "256"]
 
 
+def test_a_constant_metric_is_drawn_without_the_rounding_of_its_means(tmp_path):
+    records = [step_record(step, tokens_per_s=1_193_998.4) for step in range(4_999)]
+    for trace in charts([load_run(write_records(tmp_path, records))])["Throughput"].data:
+        assert set(trace.y) == {1_193_998.4}
+
+
 def test_spans_too_narrow_to_be_seen_are_shaded_together(tmp_path):
     """A window that turns a thousand times has as many shapes as the page has room for, and none is added alone."""
     records = [step_record(step, window=64 << (step % 2), lm_loss=3.0) for step in range(2000)]
