@@ -1,4 +1,4 @@
-"""Type aliases of numpy arrays by dtype, and the integers of intervals.
+"""Type aliases of numpy arrays by dtype, and `ranges`, which lists the integers of intervals.
 
 Shapes are in the docstrings (letters: docs/glossary.md).
 """

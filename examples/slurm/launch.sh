@@ -121,6 +121,7 @@ srun_command() {
 # already: on a preemption Slurm sends SIGTERM to all. An unresponsive controller must not end the job, nor hold it.
 pass_on() {
   interrupted=1
+  echo "job $job: got SIG$1, which is passed on to the ranks"
   {
     scancel --signal="$(kill -l "$1")" "$job" ||
       echo "job $job: SIG$1 was not passed on; in a job that Slurm ends, all ranks have it"

@@ -5,9 +5,9 @@
                             .metadata, *.distcp   <-->    (with the optimizer's state: iter_0000040)
 
 Megatron-Core's format torch_dist is the format of torch.distributed.checkpoint: tensors are whole, of any layout. The
-layers' tensors may be stacked along a new first axis, the tensors of a layer's experts along the next. Its index and
-common.pt are pickles; here they are read without executing anything. Memory holds one tensor of one layer or expert at
-a time.
+layers' tensors may be stacked along a new first axis, the tensors of a layer's experts along the next. The format's
+index and common.pt are pickles; here they are read without executing anything. Memory holds one tensor of one layer
+or expert at a time.
 """
 
 import io
@@ -52,7 +52,7 @@ from megatron_ext.files.reading import typed
 logger = logging.getLogger(__name__)
 _FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 _FORMAT |= {"common_backend": "torch", "common_backend_version": 1}
-# what the block llama has
+# arguments for which the block llama needs another value than Megatron-LM's default
 _FIXED = {name: argument.needed for name, argument in ARGUMENTS.items() if argument.needed != argument.default}
 _SAME = [  # options of the model under the same name
     name
@@ -111,9 +111,10 @@ def _number(storage: float | None, *_: Any) -> float | None:
     return storage
 
 
-# a common.pt may hold one number in one of these storages; torch's Adam keeps its step as a tensor
+# all that a pickle may name; anything else becomes `_Opaque`
 _KNOWN: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_tensor_v2"): _number,
+    # common.pt may hold one number in one of these storages: torch's Adam keeps its step as a tensor
     ("torch", "FloatStorage"): torch.float32,
     ("torch", "DoubleStorage"): torch.float64,
     ("torch", "LongStorage"): torch.int64,
@@ -275,7 +276,7 @@ def training_config(args: dict[str, Any], bf16: bool) -> TrainingConfig:
     translation = translate(args)
     for name, line in translation.training.items():
         if name in _BALANCING or ARGUMENTS[name].group == "training":  # others are of its data and its layout
-            logger.warning("training differs from the checkpoint's: %s", line)
+            logger.warning("training differs from the checkpoint's training: %s", line)
     carried = {name: value for name, value in translation.options.items() if name in _BALANCING}
     return typed(carried | {"bf16": bf16}, TrainingConfig, "input: the checkpoint's args")
 
@@ -318,7 +319,7 @@ def continued_config(args: dict[str, Any], config: Config) -> Config:
     translation = translate(args)
     for name, line in translation.training.items():
         if name != "load":
-            logger.warning("training differs from the checkpoint's: %s", line)
+            logger.warning("training differs from the checkpoint's training: %s", line)
     sections = to_dict(config)
     for name, value in translation.options.items():
         if FIELDS[name].section in ("data", "training", "optimizer"):
@@ -337,7 +338,7 @@ def _entries(state: Any, names: Collection[str]) -> Iterator[Any]:
 
 
 def _progress(stored: _Source) -> Progress:
-    """Return where the run of a checkpoint stands that has the state of an Adam.
+    """Return the progress of the run that saved a checkpoint with Adam's state.
 
     Raises:
         UserError: it has none, or one whose tensors do not have the shapes of the weights.
@@ -532,7 +533,7 @@ def _nothing() -> io.BytesIO:
 
 
 def _add_weight(target: _Target, model: ModelConfig, stored: Stored, row: Parameter, place: Place) -> None:
-    """Add a weight to a checkpoint of Megatron-LM, under every key that its layers may look for."""
+    """Add a weight to a checkpoint of Megatron-LM, under the keys at which its layers look for it."""
     name = row.checkpoint(place)
     weight = stored.tensors[name]
     stacked_axes = len(place)
@@ -550,7 +551,7 @@ def _add_weight(target: _Target, model: ModelConfig, stored: Stored, row: Parame
         described = TensorWriteData(dcp.ChunkStorageMetadata(offset, sizes), properties, whole)
         data = partial(lambda name, shape: stored.read(name).view(shape), name, sizes)
         target.add(dcp.MetadataIndex(key, offset), data, WriteItemType.SHARD, described)
-        if ".linear_" in key and key.endswith(".weight"):  # of which layers may keep more than weights: nothing
+        if ".linear_" in key and key.endswith(".weight"):  # a layer may also look for extra state: save an empty one
             number = ".".join(map(str, at or (0,)))
             count = ".".join(map(str, stacked or (1,)))
             state = dcp.MetadataIndex(f"{key.removesuffix('weight')}_extra_state/shard_{number}_{count}")

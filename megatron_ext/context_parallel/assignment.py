@@ -342,12 +342,13 @@ class Balancer:
         """Count the pairs of `tokens` tokens: of the short segments, then of these intervals, from the front."""
         count = min(tokens, self._short.tokens)
         pairs = self._short.light(count)
+        tokens -= count
         for interval in intervals:
-            tokens -= count
             if tokens <= 0:
                 break
             count = min(tokens, interval.length)
             pairs += self._pairs_between(interval.low, interval.low + count)
+            tokens -= count
         return pairs
 
     # Intervals that fit
@@ -386,10 +387,12 @@ class Balancer:
         for index in reversed(range(min(suiting, too_long))):
             interval = self._intervals[index]
             if interval.length <= needed:  # the densest of the lighter ones; the rest needs denser tokens
-                needed -= interval.length
-                budget -= interval.pairs
-                fits = suiting == len(self._intervals) or not needed or self._short_segments_suffice(needed, budget)
-                if fits or self._denser_interval(needed, budget) is not None:
+                missing = needed - interval.length
+                remaining = budget - interval.pairs
+                fits = (
+                    suiting == len(self._intervals) or not missing or self._short_segments_suffice(missing, remaining)
+                )
+                if fits or self._denser_interval(missing, remaining) is not None:
                     return index
                 break
         return None
@@ -400,9 +403,9 @@ class Balancer:
         for index in range(first, min(first + 8, len(self._intervals))):
             interval = self._intervals[index]
             if interval.length <= needed:
-                needed -= interval.length
-                short = min(needed, self._short.tokens)
-                lightest = self._short.light(short) + (needed - short) * self._intervals[0].density
+                missing = needed - interval.length
+                short = min(missing, self._short.tokens)
+                lightest = self._short.light(short) + (missing - short) * self._intervals[0].density
                 if interval.pairs + lightest <= budget + _SLACK * self._mean:
                     return index
                 break
@@ -466,7 +469,7 @@ class Balancer:
             missing = front - self._short.tokens
             for light in lightest:
                 rows += light.low  # what precedes it
-                if light.length > missing:  # it is cut, and its remainder will fetch what precedes that
+                if light.length > missing:  # it is cut, and its remainder will fetch what precedes the remainder
                     rows += light.low + missing
                 missing -= light.length
             self._intervals.insert(index, interval)

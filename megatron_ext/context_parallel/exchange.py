@@ -227,14 +227,15 @@ class HeadExchange:
     def attend(self, inputs: QKV, attend: LocalAttention) -> Tensor:
         """Exchange tokens for heads, attend over all tokens, exchange back; [t, N, W]."""
         query_tNH, key_tGH, value_tGW, sink_N = inputs
+        sink = None  # of this rank's share of the heads
         if sink_N is not None:
-            sink_N = sink_N.chunk(self.context.size)[self.context.rank]
+            sink = sink_N.chunk(self.context.size)[self.context.rank]
         copies = copies_of_keys(key_tGH.shape[1], self.context.size)
         if copies > 1:
             key_tGH = key_tGH.repeat_interleave(copies, dim=1)
             value_tGW = value_tGW.repeat_interleave(copies, dim=1)
         query, key, value = map(self._all_tokens, (query_tNH, key_tGH, value_tGW))
-        return self._own_tokens(attend(QKV(query, key, value, sink_N)))
+        return self._own_tokens(attend(QKV(query, key, value, sink)))
 
     def _all_tokens(self, x_tNH: Tensor) -> Tensor:
         """Exchange own tokens of all heads for all tokens of own heads: [t, N, H] -> [T, N/cp, H]."""

@@ -179,7 +179,7 @@ def keep_inputs_on_host(decoder: TransformerBlock, copies: HostCopies, group: in
         def unpack(kept: Tensor | _Input) -> Tensor:
             if isinstance(kept, Tensor):
                 return kept
-            kept.return_to_device(copies)  # already there, unless the order of the layers was another
+            kept.return_to_device(copies)  # already there, unless backward visits the layers in another order
             kept.wait()
             if kept.before is not None:
                 kept.before.return_to_device(copies)

@@ -31,9 +31,9 @@ def together(action: Callable[[], Answer], group: dist.ProcessGroup | None = Non
         answer = action()
     except BaseException as error:  # includes SystemExit and KeyboardInterrupt: the other ranks must not continue
         failure = error
-    device = current_device()
-    if group is not None:
-        device = torch.device("cpu")
+    device = torch.device("cpu")  # of gloo
+    if group is None:
+        device = current_device()
     has_failed = torch.tensor(float(failure is not None), device=device)
     dist.all_reduce(has_failed, dist.ReduceOp.MAX, group)
     if not has_failed:

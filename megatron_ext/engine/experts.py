@@ -90,9 +90,10 @@ def balance_losses(
         chosen_gE.index_add_(0, rows_t, chosen_tE.float())
     if shared.size() > 1:
         dist.all_reduce(chosen_gE, group=shared)
+    counts = chosen_gE  # [1, E]
     if rows_t is not None:
-        chosen_gE = chosen_gE[rows_t]  # of each token's group
-    weighed = scores_tE * chosen_gE
+        counts = chosen_gE[rows_t]  # [t, E], of each token's group
+    weighed = scores_tE * counts
     return weighed.sum() * (experts / (choices * group_tokens**2))
 
 

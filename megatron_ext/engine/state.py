@@ -80,7 +80,7 @@ class Checkpointer:
 
     Attributes:
         saved: the newest complete checkpoint in --save, published by this process or resumed from.
-        threads: number of checkpoints begun, equal in all processes; a `status` from before the newest one began does
+        begun: number of checkpoints begun, equal in all processes; a `status` from before the newest one began does
             not apply to it.
     """
 
@@ -113,7 +113,7 @@ class Checkpointer:
         self._writing: Future[Any] | None = None  # the complete checkpoint's folder
         self._group: Any = None  # torch types what new_group returns also for ranks outside of it
         self._folder = -1  # rank 0's descriptor of RUN/checkpoints
-        self.begun = 0  # checkpoints
+        self.begun = 0
         self._stalled = 0.0
         self._last_save = time.monotonic()
 

@@ -336,8 +336,8 @@ class Pipeline:
         micro-batches have equal lengths, because stages receive activations of a size known in advance.
         """
 
-        def forward(batches: Iterator[PackedBatch], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
-            batch = next(batches)
+        def forward(iterator: Iterator[PackedBatch], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
+            batch = next(iterator)
 
             def reduced(losses: TokenLosses) -> tuple[Tensor, Tensor, Any]:
                 loss, value = reduce(batch, losses)

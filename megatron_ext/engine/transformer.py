@@ -143,7 +143,7 @@ def weight_dtype(config: Config) -> torch.dtype:
 
 
 def _optional(config: Config) -> dict[str, Any]:
-    """Return Megatron's options for what only some models or layouts have."""
+    """Return the options that only some models or layouts set; the others keep Megatron's defaults."""
     model = config.model
     parallel = config.parallel
     options: dict[str, Any] = {}

@@ -55,7 +55,9 @@ def saved_weights(chunks: Sequence[GPTModel], model: ModelConfig, ranks: Ranks) 
 
 
 def mark_parts(chunks: Sequence[GPTModel], model: ModelConfig, ranks: Ranks) -> None:
-    """Mark the weights that tensor-parallel ranks hold in parts, and the dimension of the cut, for norms and Muon.
+    """Mark the weights that tensor-parallel ranks hold in parts, and the dimension of the cut.
+
+    Gradient norms and Muon need the marks.
 
     How experts are marked depends on the versions of Megatron-Core and Transformer Engine, and is wrong in some. Remove
     when all supported ones mark them.

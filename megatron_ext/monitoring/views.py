@@ -4,6 +4,7 @@ All views get the same numbers under the same names: `train/<key>` and `validati
 one that fails gets nothing more, after one warning.
 """
 
+import inspect
 import json
 import logging
 import os
@@ -28,6 +29,8 @@ def check_views(options: LoggingConfig) -> None:
     if options.wandb_project is None:
         return
     wandb = optional_module("wandb_project", "wandb")
+    if "prompt" not in inspect.signature(wandb.login).parameters:
+        raise UserError(f"wandb_project: got wandb {wandb.__version__}, needs 0.30 or later; pip install -U wandb")
     reason = "there is none"
     is_ready = False
     try:

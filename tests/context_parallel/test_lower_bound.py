@@ -46,7 +46,7 @@ def test_it_is_reached_by_one_segment_whose_ranks_need_not_have_as_many_tokens_o
 def test_no_division_of_pairs_costs_less_than_the_bound_with_queries(
     ends: tuple[int, ...], key: int, query: int
 ) -> None:
-    """Two ranks have 4 tokens, with every owner of the tokens, and every rank for each pair of a query and a key.
+    """Tried for 4 tokens on 2 ranks: every assignment of the tokens, and every rank for each pair of a query and a key.
 
     The cost of two heads that share keys: a rank needs the keys of both heads' pairs, and sends queries of each.
     """

@@ -147,6 +147,11 @@ class TestWandb:
             check_views(LoggingConfig(wandb_project="p"))
         check_views(LoggingConfig())  # not asked for: not needed
 
+    def test_an_older_version_is_one_line(self, wandb, monkeypatch):
+        monkeypatch.setattr(wandb, "login", lambda key=None, verify=False: True)  # before 0.30 it had no `prompt`
+        with pytest.raises(UserError, match=r"wandb_project: got wandb .*, needs 0\.30 or later"):
+            check_views(LoggingConfig(wandb_project="p"))
+
     @pytest.mark.parametrize("key", ["", "no key"])
     def test_a_missing_login_is_one_line(self, wandb, tmp_path, monkeypatch, key):
         monkeypatch.setenv("HOME", str(tmp_path))

@@ -64,7 +64,7 @@ def test_a_layout_trains_the_same_model(launched: Launched, name: str, precision
 
 @pytest.mark.parametrize("flags", slow_but([""], ["", TP2]))
 def test_the_first_update_is_orthogonal_matrix_by_matrix(launched: Launched, flags: str) -> None:
-    """Queries, keys and values, which Megatron interleaves by group, and gate and up together, are matrices apart."""
+    """Queries, keys and values are three matrices, which Megatron interleaves by group; gate and up are one."""
 
     def added(more: str, *names: str) -> list[float]:
         """The singular values of what the first step adds, over the factor of its length: all but the outer tenths."""

@@ -85,7 +85,7 @@ LOCAL = "--local-window 20 --window-attn-skip-freq 2"
 UNFROZEN = "--token-weighting unfrozen --short-context 32"
 INSIDE = f"--document-mask --eod-mask-loss {UNFROZEN}"
 DECAY = "--weight-decay-all --weight-decay 0.5"
-FAST = ("token weights, z-loss", "DeepSeek-V3")
+FAST = ("token weights, z-loss", "DeepSeek-V3", "gpt-oss")
 CASES = {  # the length of rows, and flags
     "own values": (256, "--no-document-mask"),
     "token weights, z-loss": (128, f"--no-document-mask {UNFROZEN} --z-loss 1e-3"),

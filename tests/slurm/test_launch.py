@@ -113,8 +113,9 @@ class Case:
 
 
 def passed_on(name: str) -> Case:
-    # again and again: a controller with much to do may refuse it
-    warn = f"sleep 2; for _ in {{1..19}}; do scancel --batch --signal={name} $SLURM_JOB_ID; sleep 5 & wait $!; done"
+    # Slurm may lose it under load; what the batch shell gets must reach the ranks at once
+    arrived = f"grep --quiet --recursive 'got SIG{name}' $RUN/*.log"
+    warn = f"sleep 2; until {arrived}; do scancel --batch --signal={name} $SLURM_JOB_ID; sleep 5 & wait $!; done"
     ranks = f"trap 'exit 85' {name}; ((RANK)) || {{ {warn}; }}; sleep 99 & wait"
     return Case(f"{FIRST_START} || exit 0; {ranks}", "COMPLETED", "0:0", 1)
 

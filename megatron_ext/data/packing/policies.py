@@ -12,6 +12,7 @@ bm25            as carry_over, similar documents adjacent       nothing         
 decomposition   L / 2^i pieces of 2^i tokens of a document      see `decomposition`           none
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -67,7 +68,7 @@ class Corpus:
 
 
 @dataclass(frozen=True)
-class Policy:
+class Policy(ABC):
     """A way to create rows from documents; the fields are its options."""
 
     # the share of documents that token_weighting/gain.py keeps; None: all, and no option
@@ -77,11 +78,12 @@ class Policy:
     def options(self) -> dict[str, int | float]:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
-    def check(self, row_length: int) -> None:
+    def check(self, row_length: int) -> None:  # noqa: B027  not all policies have something to check
         """Raise UserError if the options are invalid for rows of this length."""
 
+    @abstractmethod
     def pack(self, corpus: Corpus) -> Packed:
-        raise NotImplementedError
+        """Return the rows of one epoch of the corpus."""
 
 
 def cut_rows(corpus: Corpus, order: Int64, starts: Int64 | None = None) -> Packed:
