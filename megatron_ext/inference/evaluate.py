@@ -204,10 +204,13 @@ def evenly_spaced(items: Sequence[Item], count: int | None) -> Sequence[Item]:
 
 def make_streams(documents: Sequence[Document], *, document_mask: bool) -> Iterator[Stream]:
     """Yield one stream per document, or one per source from all of its documents."""
-    numbers: dict[tuple[str, int], list[int]] = {}
+    by_source: dict[str, list[int]] = {}
     for number, document in enumerate(documents):
-        numbers.setdefault((document.source, document_mask and number), []).append(number)
-    for joined in numbers.values():
+        by_source.setdefault(document.source, []).append(number)
+    streams = list(by_source.values())
+    if document_mask:
+        streams = [[number] for number in range(len(documents))]
+    for joined in streams:
         tokens = [documents[number].tokens for number in joined]
         yield Stream(np.concatenate(tokens), np.repeat(joined, list(map(len, tokens)))[1:])
 

@@ -202,7 +202,10 @@ class Tasks(TaskManager):
                 (Path(folder) / file.name).write_bytes(file.read_bytes())
                 (Path(folder) / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
                 metadata["tokenizer"] = folder
-            super().__init__(include_path=include_path and str(include_path), metadata=metadata)
+            folders = None
+            if include_path is not None:
+                folders = str(include_path)
+            super().__init__(include_path=folders, metadata=metadata)
             # RULER and others draw their texts: seeded as in `lm_eval.simple_evaluate`, they are the same each time
             random.seed(DEFAULT_RANDOM_SEED)
             np.random.seed(DEFAULT_OTHER_SEED)
@@ -220,7 +223,7 @@ class Tasks(TaskManager):
         """Return the first `count` questions of each task, and of each length of RULER, whose lengths are in order."""
         numbers: dict[str, list[int]] = {}
         for name, task in self.loaded["tasks"].items():
-            lengths = [isinstance(doc, dict) and doc.get("max_length") for doc in task.eval_docs]
+            lengths = [doc.get("max_length") if isinstance(doc, dict) else None for doc in task.eval_docs]
             numbers[name] = [n for n, length in enumerate(lengths) if n - lengths.index(length) < count]
         return numbers
 

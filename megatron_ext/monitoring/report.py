@@ -132,6 +132,9 @@ def load_run(folder: Path, name: str | None = None) -> Run:
     if not path.is_file():
         raise UserError(f"{path}: not found; give the folder that training was started with as --save")
     train = _curves(read_metrics(path))
+    if "step" in train and (np.diff(train["step"].values) <= 0).any():
+        # two trainers wrote, which is not prevented where the file system has no locks
+        train = _curves(read_by_step(path).values())
     steps = train.pop("step", None)
     if steps is None:
         raise UserError(f"{path}: holds no complete step, a report needs at least one; train a step first")
@@ -233,9 +236,9 @@ def _at_common_steps(first: Curve, second: Curve) -> tuple[Float64, Float64, Flo
 def loss_difference(first: Run, second: Run) -> tuple[float, float] | None:
     """Return the mean and the standard deviation of the training loss of `second` minus the loss of `first`, in nats.
 
-    They are computed over the last tenth of the steps that both runs have, but at least ten; None if both have fewer
-    than 20. Pairing by step removes the variation that both share because they read the same rows in the same order.
-    Steps are correlated, so this is no confidence interval.
+    They are computed over the last tenth of the steps that both runs have, but at least ten; None if these steps are
+    fewer than 20. Pairing by step removes the variation that both share because they read the same rows in the same
+    order. Steps are correlated, so this is no confidence interval.
     """
     steps, losses, other_losses = _at_common_steps(first.curve("lm_loss"), second.curve("lm_loss"))
     if len(steps) < 20:

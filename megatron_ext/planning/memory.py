@@ -225,7 +225,9 @@ class _Rank:
         self.shapes = shapes
         self.vocab_size = vocab_size
         self.block = block = model.traits
-        self.read = 2 - block.parallel  # tensors of [t, D] that attention and the MLP read
+        self.read = 2  # tensors of [t, D] that attention and the MLP read
+        if block.parallel:
+            self.read = 1
         self.norm_count = self.read * block.pre_norm + 2 * block.post_norm  # each keeps its input
         self.tp = tp = parallel.tensor_model_parallel_size
         self.pp = pp = parallel.pipeline_model_parallel_size
@@ -311,7 +313,9 @@ class _Rank:
 
         Without norms before attention and MLP, their inputs are the residual stream.
         """
-        kept = self.norm_count - 2 * ("layernorm" in self.again)
+        kept = self.norm_count
+        if "layernorm" in self.again:
+            kept -= 2
         return self.t * (kept * self.norm_input + self.read * self.e * self.model.hidden_size) / self.s
 
     @property
@@ -398,7 +402,10 @@ class _Rank:
             rows += 2 * key_heads * shapes.remote.keys
         parts = math.gcd(self.parallel.overlap_parts(on_cuda=self.parallel.device != "cpu"), key_heads)
         merged = shapes.remote is not None and (shapes.local is not None or parts > 1)
-        return rows + tokens * heads * (1 + merged)
+        outputs = 1
+        if merged:
+            outputs = 2
+        return rows + tokens * heads * outputs
 
     def latent_attention(self, shapes: Shapes) -> float:
         """The same for latent attention.
@@ -434,7 +441,9 @@ class _Rank:
             if shapes.remote is not None and exchanges_latent:
                 kept += shapes.remote.keys * (latent + key + value)
             elif shapes.remote is not None:
-                kept += shapes.remote.keys * (key + output + (not has_narrow_values) * key)
+                kept += shapes.remote.keys * (key + output)
+                if not has_narrow_values:
+                    kept += shapes.remote.keys * key
             if shapes.local is not None and shapes.remote is not None:
                 kept += tokens * output
         if has_narrow_values or recomputed:

@@ -16,8 +16,8 @@ from megatron_ext.context_parallel.choice import context_options
 from megatron_ext.context_parallel.group import ContextGroup
 from megatron_ext.data.row import TokenRow
 
-MOST_ROWS = 256  # rows read; at least two batches
-TOKENS = 2**24  # their total tokens
+MOST_ROWS = 256  # most rows read
+TOKENS = 2**24  # total tokens of these rows, unless two batches have more
 SHARED_TOKENS = 2**20  # tokens of the rows that are planned for each number of ranks; at least two rows
 BATCHES = 8  # resampled from the rows
 

@@ -143,6 +143,8 @@ def search(config: Config, machine: Machine, top: int = 10) -> SearchResult:
         for static, _, candidate in sorted(overfull):
             if smallest is not None and smallest <= static:
                 break
+            if next(mistakes(candidate, machine.gpus), None) is not None:
+                continue
             needs = [estimate(variant, machine.gpus, machine.vocab_size).total for variant in variants(candidate)]
             if smallest is not None:
                 needs.append(smallest)

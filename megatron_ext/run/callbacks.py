@@ -48,7 +48,7 @@ Losses = dict[int, float | None]  # by completed steps, ascending, or by context
 class RunInfo:
     """Describes a run and its machine."""
 
-    parameters: int  # number of the whole model's; of the experts only as many as a token selects
+    parameters: int  # of the whole model; of the experts, only those that a token selects
     peak_flops: float | None  # FLOP/s of all GPUs together, in the dtype of the matrix products; None if unknown
     facts: Record  # other facts that history.jsonl records at a start
 

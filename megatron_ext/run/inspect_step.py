@@ -47,10 +47,10 @@ def inspect_step(run: Path, step: int, today: Config, characters: int) -> Iterat
     first = records[step - 1]["consumed_samples"] if step - 1 in records else recorded["consumed_samples"] - rows
     end = recorded.get("consumed_samples", first + rows)
     weights = "the first weights of the run"
-    # earlier versions kept it in config.yaml
-    init_from = first_start(run).get("init_from", today.checkpoint.init_from)
     if before:
         weights = init_from = str(before[-1])
+    else:  # earlier versions kept it in config.yaml
+        init_from = first_start(run).get("init_from", today.checkpoint.init_from)
     config = replace(
         config,
         checkpoint=CheckpointConfig(init_from=init_from),

@@ -48,7 +48,7 @@ def train_stages(stages: Sequence[Stage]) -> int:
         parallel.join(options, choose_platform(options.device))
         for stage in stages:
             agreement.run_on_rank0(partial(check_views, stage.config.logging), Path())
-        locks = []
+        locks = []  # held until this function ends
 
         def claim(run: Path) -> None:
             for folder in dict.fromkeys([run, *(Path(stage.config.checkpoint.save or run) for stage in stages)]):

@@ -16,7 +16,7 @@ The learning rate of each step is in metrics.jsonl. Every process calls every me
 
 import json
 from collections import ChainMap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from megatron_ext.engine.weights import gather
 from megatron_ext.run.callbacks import StepRecord
 from megatron_ext.run.inputs import Inputs, RowAt
 from megatron_ext.token_weighting.exposure import exposure_rows
-from megatron_ext.token_weighting.weigher import Weigher
+from megatron_ext.token_weighting.weigher import WeighedRow, Weigher
 
 OPTIONS = ("model", "data", "window", "optimizer", "training")  # sections of the configuration in optimizer.json
 
@@ -101,8 +101,10 @@ class Trajectory:
 
     def after_step(self, done: StepRecord) -> None:
         """Write the rows, the window and the weights of one optimizer step."""
-        # ranks that share a row have computed the same weights for it
-        weighed = ChainMap(*agreement.gather(self.weigher.take_rows()))
+        weighed: Mapping[int, WeighedRow] = {}
+        if self.config.weighting.by_losses:
+            # ranks that share a row have computed the same weights for it
+            weighed = ChainMap(*agreement.gather(self.weigher.take_rows()))
         if self.ranks.world != 0:
             return
         row_at: RowAt = self.inputs.train.row

@@ -46,6 +46,16 @@ def test_figures_of_the_table(tmp_path):
     assert run.curve("lm_loss").values.tolist() == losses
 
 
+def test_of_two_records_of_a_step_the_later_counts(tmp_path):
+    """Two trainers write into one file where the file system has no locks, for example after a requeue."""
+    first = [step_record(step, lm_loss=9.0) for step in range(20)]
+    second = [step_record(step, lm_loss=1.0) for step in range(15, 30)]
+    run = load_run(write_records(tmp_path, first + second))
+    assert run.steps == 30
+    assert run.curve("lm_loss").steps.tolist() == list(range(30))
+    assert run.curve("lm_loss").values.tolist() == [9.0] * 15 + [1.0] * 15
+
+
 @pytest.mark.filterwarnings("error")
 def test_short_runs_have_a_report_and_empty_ones_none(tmp_path):
     _report(write_run(tmp_path / "short", 1))
