@@ -26,7 +26,7 @@ from clock import CUDA, timed
 from record import Records, parser_of, run_apart
 
 from megatron_ext.batch import StepBatches
-from megatron_ext.checkpoint.hf.names import count_parameters
+from megatron_ext.checkpoint.parameters import count_parameters
 from megatron_ext.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig
 from megatron_ext.config.options import PRESETS
 from megatron_ext.context_parallel.choice import context_options

@@ -36,8 +36,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from megatron_ext.checkpoint.folders import POINTER, folder_name
 from megatron_ext.checkpoint.hf.config import comparable
 from megatron_ext.checkpoint.hf.convert import Progress, check_output, open_run, stored_shape, write_run
-from megatron_ext.checkpoint.hf.names import Parameter, Place, parameters_of
 from megatron_ext.checkpoint.manifest import check_inside, readable
+from megatron_ext.checkpoint.parameters import Parameter, Place, parameters_of
 from megatron_ext.checkpoint.tensors import DTYPES, Shard, Stored
 from megatron_ext.config import Config, DataConfig, ModelConfig, TrainingConfig
 from megatron_ext.config.arguments import to_dict

@@ -89,7 +89,10 @@ def parse_stages(argv: Sequence[str]) -> list[Stage]:
                 if "keep" in entry.model_fields_set:
                     keep = entry.keep
         layers.append(_without_init(values) if stages and name != wanted else values)
-        stages.append(link_stage(name, _build(*layers), keep, *stages[-1:]))
+        before = None
+        if stages:
+            before = stages[-1]
+        stages.append(link_stage(name, _build(*layers), keep, before))
     chosen = [stage for stage in stages if wanted in (None, stage.name)]
     if not chosen:
         raise UserError(f"stage: got {wanted}, {paths} has {', '.join(names)}{nearest(str(wanted), names)}")
@@ -312,7 +315,7 @@ def _default(default: Any) -> str:
     if default is None or default == ():
         return ""
     if isinstance(default, bool):
-        default = ["no", "yes"][default]
+        default = "yes" if default else "no"
     elif isinstance(default, float):
         default = format(default, "g")
     return f" [{default}]"

@@ -1,7 +1,7 @@
 """The kinds of transformer layers, values of `--block`: what distinguishes one family of models from the others.
 
 A new family is a row of `BLOCKS`, its architecture in checkpoint/hf/families.yaml, and names of its parameters in
-checkpoint/hf/names.py, where the names of the other families do not apply.
+checkpoint/parameters.py, where the names of the other families do not apply.
 """
 
 from dataclasses import dataclass

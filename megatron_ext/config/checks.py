@@ -1,7 +1,8 @@
 """Rules across the options of a configuration and of a run's stages, checked before any process group exists.
 
-A rule is (options, predicate, message): if the predicate is true for one of the options, the error line is "OPTION: got
-VALUE" followed by the message, whose braces may name any option or derived number. Predicates read `_Facts`.
+A rule is (options, predicate, message); options are names separated by commas. A predicate reads `o`, a `_Facts`:
+`o.value` is the value of the present option. If the predicate is true for an option, the error line is "OPTION: got
+VALUE" followed by the message, whose braces may name any option or derived number.
 `WARNINGS` are rules for probably unintended effects, which training and a dry run print.
 """
 
@@ -173,7 +174,7 @@ RULES: list[Rule] = [
     ("global_batch_size", lambda o: o.is_divisible and o.value % o.rows_at_once,
      ", needs a multiple of micro_batch_size {micro_batch_size} x data-parallel size {data_parallel_size} = "
      "{rows_at_once}"),
-    ("num_layers", lambda o: not (o.stage or o.pipeline_model_parallel_layout),
+    ("num_layers", lambda o: not (o.layers_of_stage or o.pipeline_model_parallel_layout),
      ", needs a multiple of pipeline_model_parallel_size {pipeline_model_parallel_size}{or_layout}"),
     ("pipeline_model_parallel_layout",
      lambda o: o.value and (o.pipeline_model_parallel_size == 1 or len(o.chunks) % o.pipeline_model_parallel_size),
@@ -183,12 +184,11 @@ RULES: list[Rule] = [
      " of {layers_of_chunks} layers, needs num_layers {num_layers}; or none"),
     _excludes("num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_layout"),
     ("num_layers_per_virtual_pipeline_stage",
-     lambda o: o.stage and o.value
-     and (o.pipeline_model_parallel_size == 1 or o.stage % o.value or o.stage == o.value),
-     ", needs pipeline_model_parallel_size of at least 2, and a proper divisor of a stage's {stage} layers; leave it "
-     "out"),
+     lambda o: o.layers_of_stage and o.value and (o.pipeline_model_parallel_size == 1 or not o.divides_stage),
+     ", needs pipeline_model_parallel_size of at least 2, and a proper divisor of a stage's {layers_of_stage} layers; "
+     "leave it out"),
     ("global_batch_size",
-     lambda o: o.pipeline_model_parallel_size > 1 and o.is_interleaved and o.is_divisible
+     lambda o: o.pipeline_model_parallel_size > 1 and o.is_interleaved and o.divides_stage and o.is_divisible
      and o.microbatches % o.pipeline_model_parallel_size,
      "{microbatches} micro-batches per step, the interleaved pipeline needs a multiple of "
      "pipeline_model_parallel_size {pipeline_model_parallel_size}; raise global_batch_size"),
@@ -298,7 +298,7 @@ RULES: list[Rule] = [
     ("tp_comm_overlap", lambda o: o.value
      and (o.scores or (o.eval_interval and o.eval_stride and set(o.eval_lengths) - {o.seq_length})),
      ", needs micro-batches of one size: no token_weighting unfrozen, no eval_stride with shorter eval_lengths"),
-    ("hidden_size", lambda o: o.value % o.fp8_multiple, f"{_FP8} 1 ranks"),
+    ("hidden_size", lambda o: o.fp8_format and o.value % o.fp8_multiple, f"{_FP8} 1 ranks"),
     ("ffn_hidden_size", lambda o: o.fp8_format and o.value % (o.fp8_multiple * o.tensor_model_parallel_size),
      f"{_FP8} {{tensor_model_parallel_size}} ranks"),
     ("num_attention_heads, num_query_groups",
@@ -314,7 +314,7 @@ RULES: list[Rule] = [
     _only_with(_MUON, "optimizer", "muon"),
     _only_with("use_precision_aware_optimizer", "optimizer", "adam"),
     ("use_distributed_optimizer, overlap_param_gather", lambda o: o.value and o.optimizer == "muon",
-     " with optimizer muon, which updates whole matrices; set it to false"),
+     " with optimizer muon, which updates whole matrices; add {no_flag}"),
 ]  # fmt: skip
 
 # `transformer_engine` is whether its layers are used
@@ -342,35 +342,37 @@ class _Facts:
     """What rules read, as attributes or by name: options, properties of a configuration, and derived numbers."""
 
     name: str  # the option that the present rule is for
-    value: Any
+    value: Any  # the value of this option
 
     def __init__(self, config: Config, world_size: int) -> None:
         model = config.model
         data = config.data
-        stages = config.parallel.pipeline_model_parallel_size
+        pipeline_size = config.parallel.pipeline_model_parallel_size
         self.owners = [*vars(config).values(), config]
         for section in vars(config).values():
             vars(self).update(vars(section))
         self.tpcp = self.tensor_model_parallel_size * self.context_parallel_size
         vars(self)["world size"] = world_size
         self.is_divisible = world_size % self.model_parallel_size == 0
-        self.replicas = world_size // self.tensor_model_parallel_size // stages
+        self.replicas = world_size // self.tensor_model_parallel_size // pipeline_size
         self.data_parallel_size = max(world_size // self.model_parallel_size, 1)
         self.rows_at_once = data.micro_batch_size * self.data_parallel_size
         self.microbatches = data.global_batch_size // self.rows_at_once
         self.tokens = data.micro_batch_size * data.seq_length
-        self.stage = 0
-        if model.num_layers % stages == 0:
-            self.stage = model.num_layers // stages
+        self.layers_of_stage = 0  # if stages are not equal
+        if model.num_layers % pipeline_size == 0:
+            self.layers_of_stage = model.num_layers // pipeline_size
+        chunk = self.num_layers_per_virtual_pipeline_stage
+        self.divides_stage = not chunk or (self.layers_of_stage > chunk and self.layers_of_stage % chunk == 0)
         self.chunks: tuple[int, ...] = ()
-        if self.stage or config.parallel.pipeline_model_parallel_layout:
+        if self.layers_of_stage or config.parallel.pipeline_model_parallel_layout:
             self.chunks = config.parallel.layers_of_chunks(model.num_layers)
         self.number_of_chunks = len(self.chunks)
         self.layers_of_chunks = sum(self.chunks)
         self.chunk_layers = " or ".join(map(str, sorted(set(self.chunks))))
         self.or_layout = ""
-        if 1 < stages <= model.num_layers + 2:
-            layout = write_layout(balance(model.num_layers, stages))
+        if 1 < pipeline_size <= model.num_layers + 2:
+            layout = write_layout(balance(model.num_layers, pipeline_size))
             self.or_layout = f", or --pipeline-model-parallel-layout '{layout}'"
         self.weighs = self.token_weighting in ("unfrozen", "frozen")
         self.scores = self.token_weighting == "unfrozen" and self.needs_short_losses
@@ -380,7 +382,10 @@ class _Facts:
         self.make_dataset = program("preprocess")
 
     def __getattr__(self, name: str) -> Any:
-        return next(getattr(owner, name) for owner in self.owners if hasattr(owner, name))
+        for owner in self.owners:
+            if hasattr(owner, name):
+                return getattr(owner, name)
+        raise AttributeError(name)
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)
@@ -389,6 +394,11 @@ class _Facts:
     def is_given(self) -> bool:
         """Whether the rule's option has another value than its default."""
         return bool(self.value != FIELDS[self.name].default)
+
+    @property
+    def no_flag(self) -> str:
+        """The flag that sets the rule's option to false."""
+        return flag(f"no_{self.name}")
 
     @property
     def blocks(self) -> str:

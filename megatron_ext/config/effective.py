@@ -53,10 +53,11 @@ def _data(data: DataConfig) -> DataConfig:
         chosen = sorted(check_options(part.packing, part.options, length).options.items())
         spelled = tuple(f"{name}={value!r}" for name, value in chosen)
         parts += (replace(part, name=part.label, length=length, weight=weight, packing_options=spelled),)
-    packings = {(part.packing, part.packing_options) for part in parts}
-    if len(packings) > 1:
-        packings = {("random", ())}
-    ((packing, options),) = packings
+    packing = parts[0].packing
+    options = parts[0].packing_options
+    if any((part.packing, part.packing_options) != (packing, options) for part in parts):
+        packing = "random"
+        options = ()
     shares = parse_shares(data.split)
     return replace(
         data,

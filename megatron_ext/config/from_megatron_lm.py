@@ -138,10 +138,9 @@ def balancing(args: Args) -> Options:
     losses = {kind: number for kind, number in zip(kinds, coefficients, strict=False) if number and kind != "none"}
     if not args["num_experts"] or not losses:
         return {}
-    kind, coefficient = losses.popitem()
-    if losses or kind not in ("aux_loss", "seq_aux_loss"):
-        losses[kind] = coefficient
+    if len(losses) > 1 or not losses.keys() <= {"aux_loss", "seq_aux_loss"}:
         raise UserError(f"moe_router_load_balancing_type: got {echo(losses)}, needs one of aux_loss and seq_aux_loss")
+    ((kind, coefficient),) = losses.items()
     return {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": coefficient}
 
 
@@ -261,8 +260,12 @@ def _data(args: Args) -> Options:
         raise UserError("mock_data: got True, needs --data-path with a dataset; tools/preprocess_data.py writes one")
     if path and not args["data_path"]:
         return {"data_path": path, "split": "100,0,0"}  # validation has data of its own
-    split = args["split"] or (path and "969,30,1") or None
-    return {"data_path": path, "split": split and str(split).replace(" ", "")}
+    split = None
+    if args["split"]:
+        split = str(args["split"]).replace(" ", "")
+    elif path:
+        split = "969,30,1"
+    return {"data_path": path, "split": split}
 
 
 def _batch(args: Args) -> Options:
@@ -370,9 +373,8 @@ def translate(arguments: Args) -> Translation:
             if value:
                 result.unknown[name] = f"{name}: got {echo(value)}, which this version does not know"
         elif argument.group in ("model", "training") and not argument.allows(value):
-            vars(result)[argument.group][name] = (
-                f"{name}: got {echo(value)}, needs {argument.needed!r} ({argument.text})"
-            )
+            refusals = getattr(result, argument.group)
+            refusals[name] = f"{name}: got {echo(value)}, needs {argument.needed!r} ({argument.text})"
         elif argument.group == "carried" and name not in CONVERTED:
             if not argument.has_same_name and not argument.allows(value):
                 result.other[name] = f"{name}: got {echo(value)}, here {argument.text}"

@@ -55,7 +55,8 @@ _SKIPPED = r"(?:[ \t\r]|\\\n)*+(?:#[^\n]*)?+"
 _TOKEN = re.compile(rf"{_SKIPPED}(?:(?P<array>\w+\+?=\()|(?P<word>{_WORD})|(?P<end>;;|&&|\|\||[;|&()\n]))", re.DOTALL)
 
 
-# whether something holds: 1 if so, 0 if not, and UNKNOWN between them; `and` is min, `or` is max, `not` is 1 - x
+# whether something holds: 1 if so, 0 if not, UNKNOWN if that depends on more than the script; `and` is min, `or` is
+# max, `not` is 1 - x
 Truth = float
 UNKNOWN = 0.5
 
@@ -218,7 +219,9 @@ class Script:
             elif words[0] in _BEFORE_COMMANDS or words[0].startswith("-"):
                 words = words[1:]
             elif words[0] == "shift" and not self._blocks:
-                count = self._text([*words, "1"][1])
+                count = "1"
+                if len(words) > 1:
+                    count = self._text(words[1])
                 if count.isdecimal():
                     self._set_arguments(self.variables["@"][int(count) :])
                 return
@@ -268,7 +271,9 @@ class Script:
                 return 1 - has_text
             case [left, "=" | "==" | "!=" as comparison, _]:
                 is_equal = left == text or fnmatchcase(left, text)
-                return is_equal == (comparison != "!=")
+                if comparison == "!=":
+                    return not is_equal
+                return is_equal
             case [left, comparison, _] if comparison in _COMPARISONS:
                 if left.isdecimal() and text.isdecimal():
                     holds: bool = getattr(operator, comparison.removeprefix("-"))(int(left), int(text))

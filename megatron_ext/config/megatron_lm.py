@@ -66,8 +66,10 @@ def set_by(word: str) -> tuple[Argument, bool] | None:
         return find_argument(name) or Argument(name, "silent", ""), False
     name = _TABLE["flags"].get(word, word.replace("-", "_"))
     for prefix in ("", "no_", "disable_"):
+        if not name.startswith(prefix):
+            continue
         argument = find_argument(name.removeprefix(prefix))
-        if name.startswith(prefix) and argument is not None:
+        if argument is not None:
             return argument, not prefix
     return None
 
@@ -116,7 +118,7 @@ def differences() -> str:
 
 def _shown(default: Any) -> str:
     if isinstance(default, bool):
-        return ["off", "on"][default]
+        return "on" if default else "off"
     if default is None or default == ():
         return "none"
     if isinstance(default, float):

@@ -67,7 +67,7 @@ def read_entries(entries: Any, path: str) -> list[StageEntry]:
     return stages
 
 
-def link_stage(name: str, config: Config, keep: Sequence[str], before: Stage | None = None) -> Stage:
+def link_stage(name: str, config: Config, keep: Sequence[str], before: Stage | None) -> Stage:
     """Build a stage with its own folders and with what it takes from the previous stage, `before`.
 
     In `config`, as written, `save` and `load` are the run's folders, and `init_from` is set if the stage gives it.

@@ -1,4 +1,4 @@
-"""Patches of Megatron-Core 0.16.1 to 0.19, and the functions that use its private names.
+"""Patches of Megatron-Core 0.16.1 to 0.19, and functions that use private names of it.
 
 Each states its reason and when to remove it: "Remove with 0.16." marks what later series do not need.
 tests/engine/test_compat.py fails when one is no longer needed. Branches ask for a name, never for a version.
@@ -29,7 +29,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as torch_distributed
 from megatron.core import parallel_state
-from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from megatron_ext.engine.adam import FusedAdam
@@ -258,98 +257,6 @@ def process_groups() -> list[dist.ProcessGroup]:
     Megatron's `destroy_model_parallel` drops them without destroying their communicators. Remove when it destroys them.
     """
     return [group for group in parallel_state._global_process_group_list or [] if group is not None]
-
-
-def begin_optimizer_states(optimizer: Any) -> None:
-    """Initialize the state of a distributed optimizer before its first step: zero moments, and master weights.
-
-    Megatron's `init_state_fn` does not support precision-aware optimizers, and is None for offloaded ones. Remove when
-    it supports both.
-    """
-    inner = optimizer.optimizer
-    if isinstance(inner, HybridDeviceOptimizer):
-        for part in inner.sub_optimizers:
-            for parameter in (parameter for group in part.param_groups for parameter in group["params"]):
-                part.state[parameter] = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                if isinstance(part, torch.optim.AdamW):
-                    part.state[parameter]["step"] = torch.zeros(())
-        inner._sync_sub_optimizers_state_to_hdo()
-    elif optimizer.config.use_precision_aware_optimizer:
-        for parameter in (parameter for group in inner.param_groups for parameter in group["params"]):
-            inner.initialize_state(parameter, store_param_remainders=False)
-    else:
-        optimizer.init_state_fn(inner, optimizer.config)
-
-
-def updated_ranges(optimizer: Any) -> Iterator[tuple[torch.Tensor, int, int]]:
-    """Yield the weights that a distributed optimizer updates here, and which of their flattened elements: start, end.
-
-    Remove when the optimizer has a public list of them.
-    """
-    for by_dtype in optimizer.gbuf_ranges:
-        for bucket in (bucket for buckets in by_dtype.values() for bucket in buckets):
-            for weight, ranges in bucket["param_map"].items():
-                yield weight, ranges["param"].start, ranges["param"].end
-
-
-def optimizer_states(optimizer: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return this process's part of a weight in a distributed optimizer: master weight ("param") and moments, float32.
-
-    They are the optimizer's own memory, except for states that a precision-aware optimizer keeps in another dtype. The
-    optimizer's public state dict returns copies by bucket. Remove when it returns them by weight.
-    """
-    states: dict[str, torch.Tensor] = optimizer._get_main_param_and_optimizer_states(weight)
-    inner = optimizer.optimizer
-    if has_lowered_states(optimizer):
-        parameter = _inner_parameter(optimizer, weight)
-        states |= {name: inner.get_unscaled_state(parameter, name) for name in ("exp_avg", "exp_avg_sq")}
-    return states
-
-
-def set_optimizer_states(optimizer: Any, weight: torch.Tensor, states: dict[str, torch.Tensor]) -> None:
-    """Store changed states, as returned by `optimizer_states`, in the dtypes of a precision-aware optimizer."""
-    inner = optimizer.optimizer
-    parameter = _inner_parameter(optimizer, weight)
-    for name in ("exp_avg", "exp_avg_sq"):
-        inner.set_scaled_state(parameter, name, states[name])
-    if optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
-        inner.set_scaled_state(parameter, "master_param", states["param"])  # otherwise it is Megatron's own memory
-
-
-def has_lowered_states(optimizer: Any) -> bool:
-    """Return whether a distributed optimizer stores its states as Transformer Engine's precision-aware Adam does."""
-    offloaded = isinstance(optimizer.optimizer, HybridDeviceOptimizer)
-    return bool(optimizer.config.use_precision_aware_optimizer) and not offloaded
-
-
-def _inner_parameter(optimizer: Any, weight: torch.Tensor) -> torch.Tensor:
-    group, place = optimizer.model_param_group_index_map[weight]
-    parameter: torch.Tensor = optimizer.optimizer.param_groups[group]["params"][place]
-    return parameter
-
-
-def _adams(inner: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Return the parts of an offloaded Adam, or the Adam itself."""
-    if isinstance(inner, HybridDeviceOptimizer):
-        return list(inner.sub_optimizers)
-    return [inner]
-
-
-def adam_steps(inner: torch.optim.Optimizer) -> int:
-    """Return the step count of an Adam, which is in its groups or, if it is offloaded, in its parts."""
-    parts = _adams(inner)
-    groups = [int(group["step"]) for part in parts for group in part.param_groups if "step" in group]
-    states = [int(state["step"]) for part in parts for state in part.state.values() if "step" in state]
-    return max(groups + states, default=0)
-
-
-def set_adam_steps(inner: torch.optim.Optimizer, steps: int) -> None:
-    for part in _adams(inner):
-        for group in part.param_groups:
-            group["step"] = steps
-        for state in part.state.values():
-            if "step" in state:
-                state["step"].fill_(steps)
 
 
 def install_swiglu(

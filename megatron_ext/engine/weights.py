@@ -11,7 +11,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from megatron_ext.checkpoint.hf.names import Cut, Parameter, Place, find, full_shape, fuse_into, parameters_of, unfuse
+from megatron_ext.checkpoint.parameters import Cut, Parameter, Place, find, full_shape, fuse_into, parameters_of, unfuse
 from megatron_ext.checkpoint.tensors import Shard
 from megatron_ext.config import ModelConfig
 from megatron_ext.engine import agreement

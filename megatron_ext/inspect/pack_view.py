@@ -325,7 +325,8 @@ def rank_colors(ranks: int) -> Float64:
     """Choose a color for each rank; float64 [ranks, 3], RGB."""
     from matplotlib import colormaps
 
-    colors: Float64 = colormaps["turbo"](np.linspace(0.05, 0.95, ranks))
-    if ranks <= 10:
+    colors = colormaps["turbo"](np.linspace(0.05, 0.95, ranks))
+    if ranks <= 10:  # colors that differ more
         colors = colormaps["tab10"](np.arange(ranks))
-    return colors[:, :3]
+    rgb: Float64 = colors[:, :3]
+    return rgb

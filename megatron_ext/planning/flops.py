@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatron_ext.checkpoint.hf.names import count_active_parameters
+from megatron_ext.checkpoint.parameters import count_active_parameters
 from megatron_ext.config import Config, ModelConfig
 from megatron_ext.config.options import PRESETS
 from megatron_ext.errors import UserError

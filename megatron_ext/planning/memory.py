@@ -18,7 +18,7 @@ import torch
 
 from megatron_ext.arrays import Int64
 from megatron_ext.attention.backends import BACKENDS, suited
-from megatron_ext.checkpoint.hf.names import Cut, full_shape, parameters_of
+from megatron_ext.checkpoint.parameters import Cut, full_shape, parameters_of
 from megatron_ext.config import Config, ModelConfig
 from megatron_ext.context_parallel import CPPlan
 from megatron_ext.context_parallel.choice import ContextOptions, context_options

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megatron_ext.checkpoint.hf.names import count_active_parameters, count_parameters
+from megatron_ext.checkpoint.parameters import count_active_parameters, count_parameters
 from megatron_ext.config import Config
 from megatron_ext.config.checks import WARNINGS, broken
 from megatron_ext.planning.flops import run_flops

@@ -12,7 +12,7 @@ from itertools import count, product
 from math import gcd
 from typing import Any, NamedTuple
 
-from megatron_ext.checkpoint.hf.names import count_active_parameters
+from megatron_ext.checkpoint.parameters import count_active_parameters
 from megatron_ext.config import Config
 from megatron_ext.config.checks import mistakes
 from megatron_ext.config.pipeline import balance, write_layout

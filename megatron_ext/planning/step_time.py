@@ -23,7 +23,7 @@ from annotated_types import Ge, Gt
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as checked
 
-from megatron_ext.checkpoint.hf.names import Cut, full_shape, parameters_of
+from megatron_ext.checkpoint.parameters import Cut, full_shape, parameters_of
 from megatron_ext.config import Config, ModelConfig
 from megatron_ext.errors import UserError
 from megatron_ext.files.reading import read_yaml, typed

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_ext.checkpoint.hf.names import count_active_parameters, count_parameters
+from megatron_ext.checkpoint.parameters import count_active_parameters, count_parameters
 from megatron_ext.config import Config
 from megatron_ext.config.checks import WARNINGS, broken
 from megatron_ext.data.rows.blend import BlendedRows, LaidSequences

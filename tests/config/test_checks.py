@@ -212,6 +212,13 @@ def test_each_rule_refuses_its_mistake_and_accepts_a_neighbour() -> None:
     assert not wrong
 
 
+def test_what_a_mistake_entails_is_not_reported() -> None:
+    """A stage of 2 layers is not interleaved in chunks of 2, so it does not need a multiple of 2 micro-batches."""
+    flags = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 --global-batch-size 3"
+    (line,) = found(flags, 2)
+    assert line.startswith("num_layers_per_virtual_pipeline_stage: got 2")
+
+
 def test_what_only_training_cannot_do() -> None:
     for flags, processes in (
         ("--num-experts 4 --moe-router-topk 1", 1),

@@ -25,7 +25,7 @@ from megatron_ext.engine.optimizer import (
     unwrap,
     wrap,
 )
-from megatron_ext.engine.optimizer_state import OptimizerState
+from megatron_ext.engine.optimizer_state import OptimizerState, optimizer_states
 from megatron_ext.engine.weights import initialise, saved_weights
 from megatron_ext.masks import MaskOptions
 from tests.engine.fake_modules import fake
@@ -128,7 +128,7 @@ def one_step(wrapped: Any, optimizer: Any, seed: int) -> None:
 def states(optimizer: Any, wrapped: Any) -> list[Tensor]:
     """The master weight and the moments of each weight, as float32."""
     (distributed,) = optimizer.chained_optimizers
-    of_weights = [compat.optimizer_states(distributed, parameter) for parameter in wrapped[0].parameters()]
+    of_weights = [optimizer_states(distributed, parameter) for parameter in wrapped[0].parameters()]
     return [state[name].clone() for state in of_weights for name in ("param", "exp_avg", "exp_avg_sq")]
 
 

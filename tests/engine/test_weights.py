@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_ext.checkpoint.hf.folder import HuggingFaceTensors
-from megatron_ext.checkpoint.hf.names import Cut, Parameter, full_shape, fuse_into, parameters_of
+from megatron_ext.checkpoint.parameters import Cut, Parameter, full_shape, fuse_into, parameters_of
 from megatron_ext.config import ModelConfig
 from megatron_ext.config.arguments import parse
 from megatron_ext.engine.weights import deviation, shards_of

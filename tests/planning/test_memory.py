@@ -1,6 +1,6 @@
 """The memory formula: shares of a layout, the fullest stage, what is not counted. Rehearsals check the bytes."""
 
-from megatron_ext.checkpoint.hf.names import count_parameters
+from megatron_ext.checkpoint.parameters import count_parameters
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.checks import check

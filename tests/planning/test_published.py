@@ -14,7 +14,7 @@ from typing import Literal
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
-from megatron_ext.checkpoint.hf.names import count_parameters
+from megatron_ext.checkpoint.parameters import count_parameters
 from megatron_ext.config.arguments import parse
 from megatron_ext.files.reading import read_yaml, typed
 from megatron_ext.planning.step_time import Machine, Speeds, read_speeds, step_time

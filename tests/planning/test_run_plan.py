@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.checkpoint.hf.names import count_parameters
+from megatron_ext.checkpoint.parameters import count_parameters
 from megatron_ext.config.arguments import parse
 from megatron_ext.masks import MaskOptions
 from megatron_ext.planning.flops import run_flops

@@ -37,8 +37,8 @@ from megatron_ext.checkpoint.hf.folder import (
     stack,
     stacked_name,
 )
-from megatron_ext.checkpoint.hf.names import Cut, Parameter, Place, full_shape, fuse_into, parameters_of, unfuse
 from megatron_ext.checkpoint.manifest import Manifest, code_identity
+from megatron_ext.checkpoint.parameters import Cut, Parameter, Place, full_shape, fuse_into, parameters_of, unfuse
 from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.checkpoint.tensors import DTYPES, Shard, Stored, write, write_index
 from megatron_ext.config import CheckpointConfig, Config, DataConfig, ModelConfig, TrainingConfig

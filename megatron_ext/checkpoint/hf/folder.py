@@ -23,8 +23,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_ext.checkpoint.hf.config import model_config
-from megatron_ext.checkpoint.hf.names import full_shape, parameters_of
 from megatron_ext.checkpoint.manifest import check_inside
+from megatron_ext.checkpoint.parameters import full_shape, parameters_of
 from megatron_ext.checkpoint.tensors import DTYPES
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import UserError, echo, library_errors

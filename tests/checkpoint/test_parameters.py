@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_ext.checkpoint.hf.config import hugging_face_config
 from megatron_ext.checkpoint.hf.folder import shapes_in_files
-from megatron_ext.checkpoint.hf.names import count_active_parameters, count_parameters
+from megatron_ext.checkpoint.parameters import count_active_parameters, count_parameters
 from megatron_ext.config import ModelConfig
 from megatron_ext.config.options import PRESETS
 
