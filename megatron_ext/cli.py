@@ -263,6 +263,12 @@ def output_file(*endings: str) -> Callable[[str], Path]:
     return convert
 
 
+def check_new(output: Path, overwrite: bool) -> None:
+    """Raise UserError if an output exists and must not be replaced."""
+    if output.exists() and not overwrite:
+        raise UserError(f"output: {output} exists; pass --overwrite or another --output")
+
+
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the commands that compute with trained models: their tokenizer and dtype."""
     add = parser.add_argument

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.cli import MANY, Parser, add_model_flags, command, integer, positive
+from megatron_ext.cli import MANY, Parser, add_model_flags, check_new, command, integer, positive
 from megatron_ext.config.arguments import parse_processes
 from megatron_ext.errors import UserError
 from megatron_ext.inference.options import LmEvalOptions, PerplexityOptions
@@ -75,9 +75,8 @@ def check(options: argparse.Namespace) -> None:
     Raises:
         UserError: incompatible options, or an output that exists.
     """
-    written = options.output and options.output / f"{options.command}.json"
-    if written and written.exists() and not options.overwrite:
-        raise UserError(f"output: {written} exists; pass --overwrite or another folder")
+    if options.output is not None:
+        check_new(options.output / f"{options.command}.json", options.overwrite)
     if options.command == "perplexity" and (options.input is None) == (options.data_path is None):
         raise UserError("input, data_path: needs one of the two; give --input FILES or --data-path PREFIX")
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
 
-from megatron_ext.cli import Parser, command, output_file
+from megatron_ext.cli import Parser, check_new, command, output_file
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write
 
@@ -33,8 +33,7 @@ def gather_corpus(
     `# file: name`. Documents are ordered by a hash of their names, so that any contiguous part is a fair sample.
     Returns the number of documents written, and of those omitted because of `max_bytes`.
     """
-    if target.exists() and not overwrite:
-        raise UserError(f"output: {target} exists; pass --overwrite or another --output")
+    check_new(target, overwrite)
     root = stdlib or Path(sysconfig.get_path("stdlib"))
     sources = [
         entry

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_ext.cli import MANY, Parser, add_model_flags, command, integer, output_file, positive
+from megatron_ext.cli import MANY, Parser, add_model_flags, check_new, command, integer, output_file, positive
 from megatron_ext.config.arguments import parse_processes
 from megatron_ext.errors import UserError
 from megatron_ext.inference.options import GenerateOptions
@@ -59,8 +59,8 @@ def check(options: argparse.Namespace) -> "Sampling":
         raise UserError("prompt, input: needs one of the two; give --prompt TEXT, --input FILE, or --chat")
     if options.system is not None and not options.chat:
         raise UserError("system: needs --chat; add it, or write the text into the prompt")
-    if options.output is not None and options.output.exists() and not options.overwrite:
-        raise UserError(f"output: {options.output} exists; pass --overwrite or another file")
+    if options.output is not None:
+        check_new(options.output, options.overwrite)
     from megatron_ext.inference.sampling import Sampling  # importing torch takes seconds
 
     return Sampling(options.temperature, options.top_k, options.top_p, options.seed)

@@ -1,7 +1,7 @@
 """Plan a run before starting it: parallel layout, duration, memory, and the savings of the window schedule.
 
 python tools/plan_run.py --config FILE --gpus 64 --gpu H100 [--stage NAME] [--top 5] [--documents drawn|whole]
-    [--output FILE.yaml] [flags]
+    [--output FILE.yaml [--overwrite]] [flags]
 
 The time is estimated by a model (see docs/planning.md for its accuracy), the memory as in --dry-run. --output writes
 the first layout as a configuration. Without --stage, the first stage of a run with stages is planned.
@@ -11,7 +11,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_ext.cli import Parser, command, integer, output_file, positive, program
+from megatron_ext.cli import Parser, check_new, command, integer, output_file, positive, program
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import dump_yaml, parse_stages
 from megatron_ext.data.text.tokenizer import vocabulary_size
@@ -29,7 +29,10 @@ def main(argv: list[str]) -> int:
     add("--documents", choices=("drawn", "whole"), help="rows of drawn documents, or of one each (default: the run's)")
     add("--top", type=positive, default=5, help="layouts to show")
     add("--output", type=output_file(".yaml", ".yml"), help="write the first layout here, as a configuration")
+    add("--overwrite", action="store_true", help="replace an existing file")
     options, flags = parser.parse_known_args(argv)
+    if options.output is not None:
+        check_new(options.output, options.overwrite)
     from megatron_ext.planning.sampled_rows import SampledRows  # importing torch takes seconds
     from megatron_ext.planning.search import describe, search
     from megatron_ext.planning.step_time import FACTS, Machine, read_speeds
@@ -56,7 +59,7 @@ def main(argv: list[str]) -> int:
     print("\n".join(describe(layouts, config, machine)), flush=True)
     if not layouts.best:
         return 1
-    if options.output:
+    if options.output is not None:
         best = layouts.best[0].config
         write(replace(best, data=replace(best.data, data_path=data.data_path)), options.output, options.gpus)
     return 0

@@ -16,10 +16,9 @@ from typing import Any
 
 import yaml
 
-from megatron_ext.cli import Parser, command, output_file
+from megatron_ext.cli import Parser, check_new, command, output_file
 from megatron_ext.config.arguments import parse_stages, to_dict
 from megatron_ext.config.stages import Stage
-from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write
 
 
@@ -34,8 +33,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--score-store", default="data/smoke/scores", help="replaces the path of a frozen scorer")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
     options = parser.parse_args(argv)
-    if options.output.exists() and not options.overwrite:
-        raise UserError(f"--output: got {options.output}, which exists; choose another name, or add --overwrite")
+    check_new(options.output, options.overwrite)
     stages = parse_stages(["--config", options.recipe])
     options.output.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(options.output) as aside:

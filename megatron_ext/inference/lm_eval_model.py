@@ -26,6 +26,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from megatron_ext import heartbeat
 from megatron_ext.arrays import Float64
 from megatron_ext.config import ParallelConfig
+from megatron_ext.data.text.chat import ChatError
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError, first_line
 from megatron_ext.evaluation.model_text import ModelText
@@ -114,9 +115,12 @@ class TrainedModel(TemplateLM):
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         template = self.text.template
         assert template is not None
-        if add_generation_prompt:
-            return template.prompt(chat_history)
-        return template.render(chat_history)[0]
+        try:
+            if add_generation_prompt:
+                return template.prompt(chat_history)
+            return template.render(chat_history)[0]
+        except ChatError as error:
+            raise UserError(f"chat: a task's messages: {error}; leave --chat out") from None
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         if self.text.template is None:

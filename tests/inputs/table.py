@@ -85,6 +85,7 @@ verify --input {w}/hf --output {w}/run --text {w}/empty.txt --tokenizer bytes | 
 {SMALL} --gpus 0 | --gpus: got 0, needs 1..10000000
 {SMALL} --gpus 1 --gpu H900 | gpu: got 'H900', needs one of
 {SMALL} --gpus 1 --stage x | stage: got
+{SMALL} --gpus 1 --output {{w}}/good.yaml | good.yaml exists
 {SMALL} --gpus 1 --output {{out}}/plan.json | plan.json, needs a file name that ends in .yaml or .yml
 --gpus 1 | --config is required, for example
 """,
@@ -96,7 +97,7 @@ verify --input {w}/hf --output {w}/run --text {w}/empty.txt --tokenizer bytes | 
 --copy {w}/nowhere/x --list | not allowed with argument
 """,
     "tools/twin_recipe.py": """
-{w}/good.yaml --output {w}/good.yaml | good.yaml, which exists
+{w}/good.yaml --output {w}/good.yaml | good.yaml exists
 {w}/good.yaml --output {out}/twin.json | twin.json, needs a file name that ends in .yaml or .yml
 """,
     "tools/gather_corpus.py": """

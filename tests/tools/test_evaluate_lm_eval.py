@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_ext.data.text.chat import ChatTemplate
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
 from megatron_ext.run.watchdog import Watchdog
 from tests.checkpoint.models import write_model
+from tests.conftest import refused
 from tests.launcher import Commands, call
 from tests.runs import read_jsonl, refusal
 
@@ -162,6 +164,17 @@ def test_long_prompts_lose_their_middle() -> None:
         TrainedModel(sender, 10, cut_middle=cut_middle).generate_until(requests)
     short = [[0, 1, 2, 3], list(range(7))]
     assert sent == [*short, [13, 14, 15, 16, 17, 18, 19], *short, [0, 1, 2, 16, 17, 18, 19]]
+
+
+def test_messages_that_a_chat_template_refuses_are_one_line() -> None:
+    from megatron_ext.inference.lm_eval_model import TrainedModel
+
+    model: Any = TrainedModel.__new__(TrainedModel)
+    model.text = SimpleNamespace(template=ChatTemplate("{{ raise_exception('begin with a user') }}", (), ()))
+    for asks in (False, True):
+        message = refused(model.apply_chat_template, [{"role": "system", "content": "Hi"}], asks)
+        assert message.startswith("chat: "), message
+        assert "begin with a user" in message
 
 
 def test_an_unknown_task_is_refused(stories_model: Path) -> None:
