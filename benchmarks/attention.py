@@ -46,7 +46,7 @@ from megatron_ext.attention.backends import BACKENDS, select
 from megatron_ext.attention.interface import Attend, AttentionCall
 from megatron_ext.context_parallel import plan
 from megatron_ext.context_parallel.exchange import QKV, Scheme
-from megatron_ext.context_parallel.group import ContextGroup
+from megatron_ext.context_parallel.group import CPGroup
 from megatron_ext.device import moved
 from megatron_ext.errors import UserError
 from megatron_ext.layout import build_layout
@@ -155,7 +155,7 @@ def pieces(row: int) -> Iterator[Case]:
     Its first piece continues a document, so the local ones begin after it.
     """
     layout = build_layout(row, (row // 3, row // 3 + 7, row // 2, row - row // 5), row)
-    call = AttentionCall.of_plan(plan(layout, 4, policy="contiguous"), ContextGroup(1, 4, None), Scheme.EXCHANGE)
+    call = AttentionCall.of_plan(plan(layout, 4, policy="contiguous"), CPGroup(1, 4, None), Scheme.EXCHANGE)
     assert call.local is not None
     assert call.remote is not None
     yield Case("local pieces of a rank", call.local.cu_seqlens_q, call.local.cu_seqlens_kv, offset=row // 12)

@@ -29,7 +29,7 @@ from megatron_ext.batch import StepBatches
 from megatron_ext.checkpoint.parameters import count_parameters
 from megatron_ext.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig
 from megatron_ext.config.options import PRESETS
-from megatron_ext.context_parallel.choice import context_options
+from megatron_ext.context_parallel.choice import cp_options
 from megatron_ext.data.row import TokenRow
 from megatron_ext.engine import parallel, platform
 from megatron_ext.engine.model import build_chunks
@@ -110,7 +110,7 @@ class Training:
         set_learning_rate(optimizer, 1e-5, 0.1)
         group = parallel.context_group(config.parallel, ranks, device)
         self.stepper = Stepper(self.model, optimizer, device, ranks, config, group)
-        self.batch_maker = BatchMaker(config, ranks, context_options(config, group))
+        self.batch_maker = BatchMaker(config, ranks, cp_options(config, group))
 
     def batches(self, step: int, window: int) -> StepBatches:
         """Make the micro-batches of one step under a window."""

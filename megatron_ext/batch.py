@@ -13,8 +13,8 @@ from torch import Tensor
 from megatron_ext.arrays import Bool, Float32, Int64
 from megatron_ext.attention.health import Probe
 from megatron_ext.attention.interface import AttentionCall
-from megatron_ext.context_parallel.choice import ContextOptions
-from megatron_ext.context_parallel.group import ContextGroup
+from megatron_ext.context_parallel.choice import CPOptions
+from megatron_ext.context_parallel.group import CPGroup
 from megatron_ext.data.row import TokenRow
 from megatron_ext.device import moved
 from megatron_ext.layout import PackedLayout
@@ -95,9 +95,7 @@ class Tokens:
     wanted: Bool | None = None
 
 
-def pack(
-    rows: Sequence[TokenRow], window: int, options: MaskOptions, context: ContextOptions | None = None
-) -> PackedBatch:
+def pack(rows: Sequence[TokenRow], window: int, options: MaskOptions, context: CPOptions | None = None) -> PackedBatch:
     """Concatenate rows of equal length; the window's grid restarts at each row. With `context`, see `assemble`."""
     masks = options.at(len(rows[0].tokens) - 1, [row.document_ends for row in rows], window)
     return assemble(lay_end_to_end(rows), masks, context)
@@ -118,7 +116,7 @@ def lay_end_to_end(rows: Sequence[TokenRow]) -> Tokens:
 def assemble(
     tokens: Tokens,
     masks: LayerMasks,
-    context: ContextOptions | None,
+    context: CPOptions | None,
     scores: RowScores | None = None,
     *,
     sampled: Int64 | None = None,
@@ -137,7 +135,7 @@ def assemble(
         by_rank = plans[0].rows
         calls = tuple(AttentionCall.of_plan(plan, group, context.choose(plan)) for plan in plans)
     else:
-        group = ContextGroup(0, 1, None)
+        group = CPGroup(0, 1, None)
         by_rank = (np.arange(total, dtype=np.int64),)
         calls = tuple(AttentionCall.of_layout(mask.layout, mask.left_window) for mask in masks.by_kind)
     share = by_rank[group.rank]

@@ -64,7 +64,7 @@ class LayerMasks:
     # the mask of layers that follow the window schedule, then the mask of local layers if any; a segment of the second
     # contains whole segments of the first
     by_kind: tuple[AttentionMask, ...]
-    is_local: tuple[bool, ...] = (False,)  # one flag per layer of the model, in order: the index of its mask
+    is_local_layer: tuple[bool, ...] = (False,)  # one flag per layer of the model, in order: the index of its mask
 
     @property
     def scheduled(self) -> AttentionMask:
@@ -83,8 +83,8 @@ class LayerMasks:
 
     def by_layers(self) -> Iterator[tuple[int, AttentionMask]]:
         """Return each mask with the number of layers that use it."""
-        local_layers = sum(self.is_local)
-        return zip((len(self.is_local) - local_layers, local_layers), self.by_kind, strict=False)
+        local_layers = sum(self.is_local_layer)
+        return zip((len(self.is_local_layer) - local_layers, local_layers), self.by_kind, strict=False)
 
     def first_dependencies(self) -> Int64:
         """Return the first token on which the model's output at each token depends, through all layers; int64 [T].
@@ -99,7 +99,7 @@ class LayerMasks:
         """
         first_keys = [mask.first_keys() for mask in self.by_kind]
         first = np.arange(len(first_keys[0]), dtype=np.int64)
-        for is_local in reversed(self.is_local):
+        for is_local in reversed(self.is_local_layer):
             first = first_keys[is_local][first]
         return first
 
@@ -116,7 +116,7 @@ class MaskOptions:
     num_layers: int = 1  # number of layers of the model
     local_fixed: bool = False  # the window does not bound local layers
 
-    def is_local(self, layer_number: int) -> bool:
+    def is_local_layer(self, layer_number: int) -> bool:
         """Return whether a layer, counted from 1, is local."""
         return self.local_window is not None and (self.global_every is None or layer_number % self.global_every != 0)
 
@@ -149,13 +149,13 @@ class MaskOptions:
         }
         # where local layers have the same bounds, they share the mask and its plan
         masks = {bounds: AttentionMask(layouts[bounds[0]], bounds[1]) for bounds in by_kind}
-        is_local = tuple(self.is_local(number) for number in range(1, self.num_layers + 1))
+        is_local = tuple(self.is_local_layer(number) for number in range(1, self.num_layers + 1))
         return LayerMasks(tuple(masks[bounds] for bounds in by_kind), is_local)
 
     def whole_row_context(self, row_length: int, window: int) -> float:
         """Compute C, the mean over tokens and layers, of a row that is one document, without arrays."""
         total = 0
-        local_layers = sum(self.is_local(number) for number in range(1, self.num_layers + 1))
+        local_layers = sum(self.is_local_layer(number) for number in range(1, self.num_layers + 1))
         layers = (self.num_layers - local_layers, local_layers)
         for count, (grid, left_window) in zip(layers, self.bounds(row_length, window), strict=False):
             blocks, last_block = divmod(row_length, grid)

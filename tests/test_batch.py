@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron_ext.batch import Places, RowScores, assemble, lay_end_to_end, pack
-from megatron_ext.context_parallel.choice import ContextOptions
-from megatron_ext.context_parallel.group import ContextGroup
+from megatron_ext.context_parallel.choice import CPOptions
+from megatron_ext.context_parallel.group import CPGroup
 from megatron_ext.data.row import TokenRow
 from megatron_ext.masks import MaskOptions
 
@@ -45,8 +45,8 @@ def test_every_token_is_on_one_rank_and_each_knows_where_all_are(size: int) -> N
     scores = RowScores(trained_T=trained, labels_T=labels, samples=(0, 1), seeds=(0, 1))
     held = []
     for rank in range(size):
-        group = ContextGroup(rank, size, None)
-        context = ContextOptions(group=group, policy="balanced", scheme=None, heads=4, key_heads=2)
+        group = CPGroup(rank, size, None)
+        context = CPOptions(group=group, policy="balanced", scheme=None, heads=4, key_heads=2)
         batch = assemble(tokens, masks, context, scores)
         rank_tokens = batch.places.of_rank(rank)
         assert batch.tokens_t.tolist() == tokens.tokens[rank_tokens.numpy()].tolist()

@@ -53,7 +53,7 @@ def test_masks_are_the_formulas(length, ends, window, local_window, every, kind,
     by_layer = []
     depends = np.eye(length, dtype=np.int64)  # [token, token of the input], through the layers so far
     for number in range(1, 5):
-        local = options.is_local(number)
+        local = options.is_local_layer(number)
         mask = masks.by_kind[local]
         expected = formula(length, ends, options, window, local)
         np.testing.assert_array_equal(seen(mask), expected)
@@ -69,9 +69,9 @@ def test_masks_are_the_formulas(length, ends, window, local_window, every, kind,
 
 def test_gemma_and_mistral_patterns() -> None:
     gemma = MaskOptions(True, local_window=512, global_every=6, num_layers=12)
-    assert [number for number in range(1, 13) if not gemma.is_local(number)] == [6, 12]
-    assert all(MaskOptions(True, local_window=512, num_layers=3).is_local(number) for number in (1, 2, 3))
-    assert not any(MaskOptions(True, num_layers=3).is_local(number) for number in (1, 2, 3))
+    assert [number for number in range(1, 13) if not gemma.is_local_layer(number)] == [6, 12]
+    assert all(MaskOptions(True, local_window=512, num_layers=3).is_local_layer(number) for number in (1, 2, 3))
+    assert not any(MaskOptions(True, num_layers=3).is_local_layer(number) for number in (1, 2, 3))
 
 
 def test_local_layers_obey_the_schedule() -> None:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.arrays import Int64
-from megatron_ext.context_parallel.group import ContextGroup
+from megatron_ext.context_parallel.group import CPGroup
 from megatron_ext.device import to_device
 from megatron_ext.masks import AttentionMask, LayerMasks
 
@@ -53,7 +53,7 @@ def visible_from(mask: AttentionMask, queries: Int64) -> Tensor:
 class Probe:
     """Measures sampled queries of a micro-batch in the layers of this process, in one forward pass."""
 
-    context: ContextGroup
+    context: CPGroup
     counts: tuple[int, ...]  # number of queries on each rank
     rows_q: Tensor  # int64, this rank's queries, as indices into its own tokens
     tokens_Q: Tensor  # int64, the queries as indices into all T tokens, rank 0's first
@@ -63,7 +63,7 @@ class Probe:
     by_layer: dict[int, tuple[Tensor, float]] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
-    def of(cls, queries: Int64, masks: LayerMasks, by_rank: Sequence[Int64], context: ContextGroup) -> "Probe":
+    def of(cls, queries: Int64, masks: LayerMasks, by_rank: Sequence[Int64], context: CPGroup) -> "Probe":
         """Distribute the queries, int64 [Q], to the ranks that hold their tokens; `by_rank` has each rank's tokens."""
         rows = [np.flatnonzero(np.isin(tokens, queries)) for tokens in by_rank]
         sampled = [tokens[places] for tokens, places in zip(by_rank, rows, strict=True)]

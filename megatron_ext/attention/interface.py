@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_ext.arrays import Bool, Int32
 from megatron_ext.context_parallel import CPPlan
 from megatron_ext.context_parallel.exchange import QKV, HeadExchange, KeyExchange, LocalAttention, RowPicks, Scheme
-from megatron_ext.context_parallel.group import ContextGroup
+from megatron_ext.context_parallel.group import CPGroup
 from megatron_ext.layout import PackedLayout
 
 T = TypeVar("T")
@@ -70,7 +70,7 @@ class AttentionCall:
         return cls.of(layout.cu_seqlens, layout.cu_seqlens, left_window)
 
     @classmethod
-    def of_plan(cls, plan: CPPlan, context: ContextGroup, scheme: Scheme) -> "AttentionCall":
+    def of_plan(cls, plan: CPPlan, context: CPGroup, scheme: Scheme) -> "AttentionCall":
         """Return the call of one context-parallel rank."""
         if scheme is Scheme.ULYSSES:
             borders = plan.layout.cu_seqlens

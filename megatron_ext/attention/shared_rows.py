@@ -27,7 +27,7 @@ from megatron_ext.attention.backends import select
 from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.context_parallel import CPPlan, Policy, plan
 from megatron_ext.context_parallel.exchange import QKV, HeadExchange, Scheme, heads_can_be_exchanged
-from megatron_ext.context_parallel.group import ContextGroup
+from megatron_ext.context_parallel.group import CPGroup
 from megatron_ext.device import moved
 from megatron_ext.errors import UserError
 from megatron_ext.masks import MaskOptions, WindowMask
@@ -43,7 +43,7 @@ class SharedRows:
     positions: Tensor  # int32 [t], each token's position within its segment, for rotary embedding
     plan: CPPlan  # the assignment of tokens to ranks and the keys that each rank fetches
     call: AttentionCall  # of this rank
-    context: ContextGroup  # the ranks; counts the bytes that this one sends
+    context: CPGroup  # the ranks; counts the bytes that this one sends
 
     def attend(
         self,
@@ -126,11 +126,11 @@ def share_rows(
     _check_name("scheme", scheme, tuple(Scheme))
     ends = [np.asarray(row, dtype=np.int64) for row in document_ends]
     mask = MaskOptions(document_mask=True, window_mask=window_mask).at(row_length, ends, window).scheduled
-    context = ContextGroup(rank=0, size=1, group=None)
+    context = CPGroup(rank=0, size=1, group=None)
     if group is None:
         scheme = Scheme.EXCHANGE
     else:
-        context = ContextGroup(dist.get_rank(group), dist.get_world_size(group), group)
+        context = CPGroup(dist.get_rank(group), dist.get_world_size(group), group)
     cp_plan = plan(mask.layout, context.size, policy, left_window=mask.left_window)
     tokens = cp_plan.rows[context.rank]
     device = torch.device(device)

@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from megatron_ext.config import Config
 from megatron_ext.context_parallel import PAIRS_PER_ROW, CPPlan, plan
 from megatron_ext.context_parallel.exchange import Scheme, copies_of_keys, heads_can_be_exchanged
-from megatron_ext.context_parallel.group import ContextGroup
+from megatron_ext.context_parallel.group import CPGroup
 from megatron_ext.masks import LayerMasks
 
 
 @dataclass(frozen=True)
-class ContextOptions:
+class CPOptions:
     """Describes how rows are split over context-parallel ranks."""
 
-    group: ContextGroup  # at least two ranks
+    group: CPGroup  # at least two ranks
     policy: str  # a name of `context_parallel.Policy`
     scheme: Scheme | None  # how keys and values are exchanged; None selects the scheme that moves fewer bytes
     heads: int  # of one tensor-parallel rank, as `key_heads`
@@ -53,7 +53,7 @@ class ContextOptions:
         return Scheme.EXCHANGE
 
 
-def context_options(config: Config, group: ContextGroup) -> ContextOptions | None:
+def cp_options(config: Config, group: CPGroup) -> CPOptions | None:
     """Return how rows are split over the ranks of a group; None if each process holds whole rows."""
     if group.size == 1:
         return None
@@ -63,7 +63,7 @@ def context_options(config: Config, group: ContextGroup) -> ContextOptions | Non
     scheme = None
     if parallel.cp_scheme != "auto":
         scheme = Scheme(parallel.cp_scheme)
-    return ContextOptions(
+    return CPOptions(
         group=group,
         policy=parallel.cp_policy,
         scheme=scheme,

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_ext.arrays import Int64
 from megatron_ext.context_parallel import RankPlan
-from megatron_ext.context_parallel.group import ContextGroup
+from megatron_ext.context_parallel.group import CPGroup
 
 
 class Scheme(StrEnum):
@@ -67,7 +67,7 @@ class AsyncAllToAll:
     directions: backward starts sending gradients at `wait` and waits for them at `start`.
     """
 
-    def __init__(self, rows: Tensor, send_counts: list[int], receive_counts: list[int], context: ContextGroup) -> None:
+    def __init__(self, rows: Tensor, send_counts: list[int], receive_counts: list[int], context: CPGroup) -> None:
         self.send_counts = send_counts
         self.receive_counts = receive_counts
         self.context = context
@@ -140,10 +140,10 @@ class KeyExchange:
     kv_picks: RowPicks  # for each key row of the remote pieces, its index in (kept rows, received rows)
     # lengths of the alternating runs of local and remote own rows, starting with local; the first and the last may be 0
     runs: list[int]
-    context: ContextGroup
+    context: CPGroup
 
     @classmethod
-    def of_rank(cls, plan: RankPlan, context: ContextGroup) -> "KeyExchange":
+    def of_rank(cls, plan: RankPlan, context: CPGroup) -> "KeyExchange":
         is_local = plan.is_local
         changes = np.flatnonzero(np.diff(is_local, prepend=True, append=not is_local[-1]))
         runs = np.diff(plan.cu_seqlens_q[changes], prepend=0).tolist()
@@ -222,7 +222,7 @@ class HeadExchange:
     """
 
     order: RowPicks  # the tokens of rank 0, then of rank 1, ..., a permutation of all T
-    context: ContextGroup
+    context: CPGroup
 
     def attend(self, inputs: QKV, attend: LocalAttention) -> Tensor:
         """Exchange tokens for heads, attend over all tokens, exchange back; [t, N, W]."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @dataclass(eq=False)
-class ContextGroup:
+class CPGroup:
     """The ranks that share the tokens of a row."""
 
     rank: int

@@ -53,7 +53,7 @@ class PackedAttention(MegatronModule):
     def __init__(self, config: PackedTransformerConfig, layer_number: int, **unused: Any) -> None:
         super().__init__(config)
         self.layer_number = layer_number
-        self.local = config.packed_masks.is_local(layer_number)
+        self.local = config.packed_masks.is_local_layer(layer_number)
         self.scale = config.softmax_scale
         model = config.packed_model
         self.rotary_size = model.rotary_size

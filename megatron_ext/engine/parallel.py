@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from megatron_ext.config import Config, ParallelConfig
-from megatron_ext.context_parallel.group import ContextGroup
+from megatron_ext.context_parallel.group import CPGroup
 from megatron_ext.engine import compat
 from megatron_ext.engine.platform import Platform
 from megatron_ext.launch import LaunchError, read_launch
@@ -142,9 +142,9 @@ def start_tensor_overlap(config: Config, ranks: Ranks) -> None:
     )
 
 
-def context_group(config: ParallelConfig, ranks: Ranks, platform: Platform) -> ContextGroup:
+def context_group(config: ParallelConfig, ranks: Ranks, platform: Platform) -> CPGroup:
     """Return the group that shares each row's tokens, with its own counter of the bytes that this process sends."""
-    return ContextGroup(
+    return CPGroup(
         rank=ranks.context,
         size=ranks.context_size,
         group=ranks.context_group,

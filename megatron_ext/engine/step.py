@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from megatron_ext.attention.health import AttentionHealth, Probe, of_layers
 from megatron_ext.batch import PackedBatch, StepBatches
 from megatron_ext.config import Config
-from megatron_ext.context_parallel.group import ContextGroup
+from megatron_ext.context_parallel.group import CPGroup
 from megatron_ext.device import AsyncHostCopy, to_device
 from megatron_ext.engine.experts import LoadBalance
 from megatron_ext.engine.optimizer import clip_and_update, squared_gradient_norm
@@ -151,7 +151,7 @@ class Stepper:
         platform: Platform,
         ranks: Ranks,
         config: Config,
-        context: ContextGroup,
+        context: CPGroup,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -265,13 +265,15 @@ class Stepper:
         """
         device = self.platform.device
         sums = torch.zeros(len(LossTerms._fields) + 1, dtype=torch.float64, device=device)
-        largest = torch.zeros((), device=device)
+        weighted = self.weighting.token_weighting != "none"
+        largest = torch.full((), 0.0 if weighted else 1.0, device=device)
 
         def weighted_loss(batch: PackedBatch, losses: TokenLosses) -> tuple[Tensor, None]:
             weights_t, scores_t = self.weigher(batch, losses)
             total, terms = loss_terms(losses, weights_t, batch.trained_t, self.z_loss, scores_t)
             sums[:-1].add_(torch.stack(terms))
-            largest.copy_(torch.maximum(largest, (weights_t * batch.trained_t).max()))
+            if weighted:
+                largest.copy_(torch.maximum(largest, (weights_t * batch.trained_t).max()))
             return total, None
 
         def finalize(model: list[DistributedDataParallel], num_tokens: Tensor | None = None, **options: Any) -> None:
@@ -292,9 +294,8 @@ class Stepper:
         self.optimizer.zero_grad()
         self.model[0].config.finalize_model_grads_func = finalize
         self.pipeline.run(batches, weighted_loss)
-        if self.weighting.token_weighting == "none":
-            return sums, torch.ones_like(largest)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        if weighted:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return sums, largest
 
     def _global_facts(self, batches: Sequence[PackedBatch], trained: float) -> Tensor:
@@ -302,7 +303,7 @@ class Stepper:
         counts = [
             sum(batch.layout.segments for batch in batches),
             sum(batch.masks.context_sum for batch in batches),
-            sum(len(batch.masks.is_local) * batch.layout.tokens for batch in batches),
+            sum(len(batch.masks.is_local_layer) * batch.layout.tokens for batch in batches),
             trained,
         ]
         if self.ranks.context > 0:  # all context-parallel ranks have the same layouts

@@ -11,7 +11,7 @@ from megatron_ext.batch import PackedBatch
 from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import Config, DataConfig, ParallelConfig, TrainingConfig, WindowConfig
 from megatron_ext.config.checks import check
-from megatron_ext.context_parallel.choice import context_options
+from megatron_ext.context_parallel.choice import cp_options
 from megatron_ext.engine import parallel, platform
 from megatron_ext.engine.model import PackedGPT, build_chunks
 from megatron_ext.engine.optimizer import in_precision
@@ -123,7 +123,7 @@ class ChunkScorer:
         self.model = model
         self.pipeline = Pipeline([in_precision(chunk, model.config) for chunk in model.chunks])
         self.group = parallel.context_group(model.config.parallel, model.ranks, model.platform)
-        self.context = context_options(model.config, self.group)
+        self.context = cp_options(model.config, self.group)
         self.division = Division.of(model.config, tokens)
 
     def losses(self, batches: Sequence[PackedBatch], tokens: int) -> Tensor | None:

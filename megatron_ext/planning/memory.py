@@ -21,9 +21,9 @@ from megatron_ext.attention.backends import BACKENDS, suited
 from megatron_ext.checkpoint.parameters import Cut, full_shape, parameters_of
 from megatron_ext.config import Config, ModelConfig
 from megatron_ext.context_parallel import CPPlan
-from megatron_ext.context_parallel.choice import ContextOptions, context_options
+from megatron_ext.context_parallel.choice import CPOptions, cp_options
 from megatron_ext.context_parallel.exchange import Scheme, copies_of_keys
-from megatron_ext.context_parallel.group import ContextGroup
+from megatron_ext.context_parallel.group import CPGroup
 from megatron_ext.loss import adding_bytes
 from megatron_ext.masks import MaskOptions
 
@@ -32,9 +32,9 @@ _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 
 
 @cache
-def _planned_group(size: int) -> ContextGroup:
+def _planned_group(size: int) -> CPGroup:
     """Return a group without processes, the same object for each size."""
-    return ContextGroup(0, size, None)
+    return CPGroup(0, size, None)
 
 
 @dataclass(frozen=True)
@@ -158,13 +158,13 @@ def attention_shapes(config: Config, window: int) -> tuple[tuple[Shapes, ...], .
     Masks, plan and scheme come from the code that training uses.
     """
     data = config.data
-    context = context_options(config, _planned_group(config.parallel.context_parallel_size))
+    context = cp_options(config, _planned_group(config.parallel.context_parallel_size))
     return _shapes(config.mask_options(), data.seq_length, data.micro_batch_size, window, context)
 
 
 @lru_cache(maxsize=1024)
 def _shapes(
-    options: MaskOptions, row_length: int, rows: int, window: int, context: ContextOptions | None
+    options: MaskOptions, row_length: int, rows: int, window: int, context: CPOptions | None
 ) -> tuple[tuple[Shapes, ...], ...]:
     masks = options.at(row_length, [np.array([row_length])] * rows, window)
     if context is None:
@@ -506,7 +506,7 @@ class _Rank:
         for size in self.chunks:
             layers = self.layers[end + recomputed : end + size]
             end += size
-            kinds = Counter((options.is_local(layer + 1), self.model.has_experts(layer)) for layer in layers)
+            kinds = Counter((options.is_local_layer(layer + 1), self.model.has_experts(layer)) for layer in layers)
             for is_local, experts in kinds.keys() - kept_by_kind.keys():
                 kept_by_kind[is_local, experts] = self.layer(self.shapes[is_local], experts)
             chunks.append(sum(count * kept_by_kind[kind] for kind, count in kinds.items()))

@@ -12,8 +12,8 @@ import numpy as np
 
 from megatron_ext.arrays import Float64
 from megatron_ext.config import Config
-from megatron_ext.context_parallel.choice import context_options
-from megatron_ext.context_parallel.group import ContextGroup
+from megatron_ext.context_parallel.choice import cp_options
+from megatron_ext.context_parallel.group import CPGroup
 from megatron_ext.data.row import TokenRow
 
 MOST_ROWS = 256  # most rows read
@@ -75,7 +75,7 @@ class SampledRows:
 
     def _shared(self, window: int, cp_size: int) -> tuple[float, float]:
         """Plan some rows for a number of ranks; return `exchanged`, and the imbalance between the ranks of a row."""
-        options = context_options(self._config, ContextGroup(0, cp_size, None))
+        options = cp_options(self._config, CPGroup(0, cp_size, None))
         length = self._config.data.seq_length
         if options is None:
             return 0.0, 1.0

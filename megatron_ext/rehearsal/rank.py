@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_ext.attention import adapters
 from megatron_ext.config import Config
-from megatron_ext.context_parallel.choice import context_options
+from megatron_ext.context_parallel.choice import cp_options
 from megatron_ext.data.text.tokenizer import vocabulary_size
 from megatron_ext.engine import compat, parallel, platform
 from megatron_ext.engine.model import build_chunks
@@ -123,7 +123,7 @@ def rehearse(config: Config, windows: Sequence[int], documents: str | None, *, f
             allocations.label_rest(Part.OPTIMIZER, (Part.WEIGHTS, Part.GRADIENTS, Part.EXCHANGE))
     except Exception as error:
         return replace(rehearsed, fault=_fault(error))
-    runner = _StepRunner(config, stepper, meter, context_options(config, group), row_at)
+    runner = _StepRunner(config, stepper, meter, cp_options(config, group), row_at)
     for window in windows:
         step = runner.step(window)
         rehearsed.steps.append(step)

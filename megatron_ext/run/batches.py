@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_ext.attention.health import sample_queries
 from megatron_ext.batch import PackedBatch, RowScores, StepBatches, Tokens, assemble, lay_end_to_end
 from megatron_ext.config import Config
-from megatron_ext.context_parallel.choice import ContextOptions
+from megatron_ext.context_parallel.choice import CPOptions
 from megatron_ext.data.row import RowOutline, TokenRow
 from megatron_ext.data.rows.balance import assign_rows
 from megatron_ext.engine.parallel import Ranks
@@ -35,7 +35,7 @@ class BatchMaker:
 
     config: Config
     ranks: Ranks
-    context: ContextOptions | None
+    context: CPOptions | None
     short_losses: Callable[[int], npt.NDArray[np.float32]] | None = None  # a frozen scorer's for a sample, float32 [L]
     bos_id: int | None = None  # the token at the start of the data's documents, if any
     outline_at: OutlineAt | None = None  # outlines of training rows; None reads whole rows

@@ -24,7 +24,7 @@ from megatron_ext.batch import StepBatches
 from megatron_ext.cli import program
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import as_flag
-from megatron_ext.context_parallel.choice import context_options
+from megatron_ext.context_parallel.choice import cp_options
 from megatron_ext.data.rows.blend import BlendedRows
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.device import AsyncHostCopy, to_device
@@ -117,7 +117,7 @@ class Trainer:
         self.batches = BatchMaker(
             config=config,
             ranks=ranks,
-            context=context_options(config, self.context),
+            context=cp_options(config, self.context),
             short_losses=None if inputs.scores is None else inputs.scores.read,
             bos_id=inputs.bos_id,
             outline_at=inputs.train.outline,

@@ -10,7 +10,7 @@ import torch
 from megatron_ext.arrays import Bool, Int64
 from megatron_ext.batch import PackedBatch, Tokens, assemble
 from megatron_ext.config import Config
-from megatron_ext.context_parallel.choice import ContextOptions
+from megatron_ext.context_parallel.choice import CPOptions
 from megatron_ext.masks import AttentionMask, LayerMasks
 from megatron_ext.short_context import Chunks, ShortContext, distribute, short_chunks
 
@@ -47,7 +47,7 @@ def short_pass(
     masks: LayerMasks,
     short: ShortContext,
     division: Division,
-    context: ContextOptions | None,
+    context: CPOptions | None,
     bos_id: int | None = None,
 ) -> ShortPass:
     """Lay out the chunks of rows, given by their tokens and masks, as micro-batches.
@@ -78,7 +78,7 @@ def chunk_batches(
     masks: LayerMasks,
     chunks: Chunks,
     division: Division,
-    context: ContextOptions | None,
+    context: CPOptions | None,
     bos_starts: Int64 | None = None,
     bos_id: int = 0,
 ) -> list[PackedBatch]:
@@ -103,7 +103,7 @@ def chunk_batches(
 
 
 def sliding_evaluation(
-    tokens: Tokens, masks: LayerMasks, window: ShortContext, division: Division, context: ContextOptions | None
+    tokens: Tokens, masks: LayerMasks, window: ShortContext, division: Division, context: CPOptions | None
 ) -> list[PackedBatch]:
     """Lay out the windows of a sliding evaluation as micro-batches in which each token counts once.
 

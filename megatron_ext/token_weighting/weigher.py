@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_ext.arrays import Float32
 from megatron_ext.batch import PackedBatch, RowScores
 from megatron_ext.config import WeightingConfig
-from megatron_ext.context_parallel.group import ContextGroup
+from megatron_ext.context_parallel.group import CPGroup
 from megatron_ext.data.text.tokenizer import Tokenizer, token_texts
 from megatron_ext.loss import TokenLosses
 from megatron_ext.token_weighting.passage import Passage
@@ -38,7 +38,7 @@ class Weigher:
     """
 
     def __init__(
-        self, options: WeightingConfig, row_length: int, context: ContextGroup, *, keeps_rows: bool = False
+        self, options: WeightingConfig, row_length: int, context: CPGroup, *, keeps_rows: bool = False
     ) -> None:
         self.options = options
         self.row_length = row_length
@@ -147,7 +147,7 @@ class Weigher:
 
 
 def gather_losses(
-    context: ContextGroup, batches: Sequence[PackedBatch], losses: Sequence[Tensor], tokens: int, device: torch.device
+    context: CPGroup, batches: Sequence[PackedBatch], losses: Sequence[Tensor], tokens: int, device: torch.device
 ) -> Tensor:
     """Gather the batches' losses from all context-parallel ranks: float32 [tokens] of all rows, 0 where none is."""
     loss_T = torch.zeros(tokens, dtype=torch.float32, device=device)

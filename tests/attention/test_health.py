@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_ext.attention.health import SINK, AttentionHealth, Probe, by_head, find, of_layers, sample_queries
 from megatron_ext.context_parallel import plan
-from megatron_ext.context_parallel.group import ContextGroup
+from megatron_ext.context_parallel.group import CPGroup
 from megatron_ext.masks import LayerMasks, MaskOptions
 
 LENGTH = 24
@@ -16,7 +16,7 @@ GROUPS = 2
 SIZE = 8
 ENDS = [np.array([5, 6, 19]), np.array([], dtype=np.int64)]  # of the documents of two rows
 SCALE = SIZE**-0.5 * 1.3
-ALONE = ContextGroup(rank=0, size=1, group=None)
+ALONE = CPGroup(rank=0, size=1, group=None)
 MASKS = {
     "grid": MaskOptions(document_mask=True),
     "whole rows": MaskOptions(document_mask=False),
@@ -108,7 +108,7 @@ def test_parts_of_the_keys_merge_to_all_of_them(kind: str, size: int) -> None:
     queries = sample_queries(5, 0, 2 * LENGTH, 30)
     parts = []
     for rank in range(size):
-        sampled = Probe.of(queries, masks, by_rank, ContextGroup(rank, size, None))
+        sampled = Probe.of(queries, masks, by_rank, CPGroup(rank, size, None))
         assert sorted(sampled.tokens_Q.tolist()) == queries.tolist()
         assert sampled.tokens_t[sampled.rows_q].tolist() == sampled.tokens_Q.split(sampled.counts)[rank].tolist()
         tokens = sampled.tokens_Q, sampled.tokens_t

@@ -9,8 +9,8 @@ import numpy as np
 from megatron_ext.config import Config, ParallelConfig, WeightingConfig
 from megatron_ext.config.arguments import parse
 from megatron_ext.context_parallel import CPPlan, plan
-from megatron_ext.context_parallel.choice import ContextOptions
-from megatron_ext.context_parallel.group import ContextGroup
+from megatron_ext.context_parallel.choice import CPOptions
+from megatron_ext.context_parallel.group import CPGroup
 from megatron_ext.data.row import TokenRow
 from megatron_ext.masks import LayerMasks
 from tests.launcher import call
@@ -104,7 +104,7 @@ class Case:
 
     def plans(self, cp_size: int, step: int) -> list[list[tuple[int, CPPlan]]]:
         """Return all micro-batches of a step, for every data-parallel rank: layers and the plan that they follow."""
-        options = ContextOptions(ContextGroup(0, cp_size, None), self.policy, None, HEADS, KEY_HEADS)
+        options = CPOptions(CPGroup(0, cp_size, None), self.policy, None, HEADS, KEY_HEADS)
         all_masks = [self.masks(first) for first in range(step * self.rows, (step + 1) * self.rows, self.micro_batch)]
         return [
             [(layers, cp_plan) for (layers, _), cp_plan in zip(masks.by_layers(), options.plans(masks), strict=True)]
@@ -167,7 +167,7 @@ class Outcome:
     # (operation, bytes sent to others) of every collective on the context-parallel group in the first step
     calls: list[tuple[str, int]]
     evaluation_calls: list[tuple[str, int]]  # in the evaluation
-    counted: list[int]  # of each step, what this process's ContextGroup counted
+    counted: list[int]  # of each step, what this process's CPGroup counted
     # of each step (weight_std, weight_max, zero_count, score_sum)
     weight_metrics: list[tuple[float, float, float, float]]
 

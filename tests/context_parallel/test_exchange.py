@@ -12,7 +12,7 @@ from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.attention.reference import attend
 from megatron_ext.context_parallel import plan
 from megatron_ext.context_parallel.exchange import QKV, AsyncAllToAll, RowPicks, Scheme
-from megatron_ext.context_parallel.group import ContextGroup
+from megatron_ext.context_parallel.group import CPGroup
 from megatron_ext.layout import build_layout
 from tests.launcher import call
 
@@ -35,7 +35,7 @@ def events_of(rank: int) -> list[str]:
 
     AsyncAllToAll.move, AsyncAllToAll.finish = moving, landing  # type: ignore[method-assign]
     share = plan(build_layout(24, [1, 5, 6, 20, 24], 24), 2, "contiguous")
-    call = AttentionCall.of_plan(share, ContextGroup(rank, 2, dist.group.WORLD, parts=2), Scheme.EXCHANGE)
+    call = AttentionCall.of_plan(share, CPGroup(rank, 2, dist.group.WORLD, parts=2), Scheme.EXCHANGE)
 
     def logged_attend(inputs: QKV, part: AttentionCall, scale: float) -> Tensor:
         seen.append(f"attend {len(inputs.query_tNH)}")

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from megatron_ext.context_parallel import plan
-from megatron_ext.context_parallel.choice import ContextOptions
+from megatron_ext.context_parallel.choice import CPOptions
 from megatron_ext.context_parallel.exchange import Scheme
-from megatron_ext.context_parallel.group import ContextGroup
+from megatron_ext.context_parallel.group import CPGroup
 from megatron_ext.layout import build_layout
 from tests.conftest import slow_but
 from tests.context_parallel import cases as shared
@@ -177,7 +177,7 @@ def test_a_layout_trains_the_same_model(runs: Runs, layout: Layout, group: str) 
 def test_auto_takes_the_scheme_that_moves_fewer_bytes(
     ranks: int, heads: int, key_heads: int, window: int, chosen: Scheme
 ) -> None:
-    options = ContextOptions(ContextGroup(0, ranks, None), "zigzag", None, heads, key_heads)
+    options = CPOptions(CPGroup(0, ranks, None), "zigzag", None, heads, key_heads)
     cp_plan = plan(build_layout(4 * LENGTH, [], 4 * LENGTH if window == LENGTH else window), ranks, "zigzag")
     assert options.choose(cp_plan) is chosen
     assert replace(options, exchanged_heads=0.5).choose(cp_plan) is Scheme.EXCHANGE  # a latent
@@ -230,7 +230,7 @@ def expected_traffic(layout: Layout, case: Case, step: int, passes: int) -> tupl
 
 
 def assert_planned_traffic(layout: Layout, case: Case, outcomes: Sequence[Outcome]) -> None:
-    """All collectives, seen at torch.distributed's operations and counted by ContextGroup, are the plans' own."""
+    """All collectives, seen at torch.distributed's operations and counted by CPGroup, are the plans' own."""
     passes = 2 if case.recompute is None else 3
     seen = [call for outcome in outcomes for call in outcome.calls]
     assert {name for name, _ in seen} <= {"alltoall_base_.default"}, case

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ext.config.checks import check
-from megatron_ext.context_parallel.choice import context_options
+from megatron_ext.context_parallel.choice import cp_options
 from megatron_ext.data.row import TokenRow
 from megatron_ext.engine import parallel, platform
 from megatron_ext.engine.model import build_chunks
@@ -86,7 +86,7 @@ class Worker:
     def train(self, case: Case) -> Outcome:
         config = case.config(self.sizes)
         group = parallel.context_group(config.parallel, self.ranks, self.platform)
-        context = context_options(config, group)
+        context = cp_options(config, group)
         model = self.model(case)
         optimizer = build_optimizer(model, config)
         maker = BatchMaker(config, self.ranks, context, case.short_losses)
@@ -123,7 +123,7 @@ class Worker:
         case = probe.case
         config = probe.case.config(self.sizes)
         group = parallel.context_group(config.parallel, self.ranks, self.platform)
-        context = context_options(config, group)
+        context = cp_options(config, group)
         (model,) = self.model(case)
 
         @torch.no_grad()

@@ -14,7 +14,7 @@ from megatron_ext import rope
 from megatron_ext.batch import pack
 from megatron_ext.config import ParallelConfig
 from megatron_ext.config.arguments import parse
-from megatron_ext.context_parallel.choice import ContextOptions
+from megatron_ext.context_parallel.choice import CPOptions
 from megatron_ext.context_parallel.exchange import Scheme
 from megatron_ext.data.row import TokenRow
 from megatron_ext.engine import parallel, platform
@@ -87,7 +87,7 @@ def of_rank(rank: int, layouts: list[Layout]) -> list[dict[str, Any]]:
     for layout in layouts:
         attention = build(layout)
         group = parallel.context_group(sizes, ranks, cpu)
-        context = ContextOptions(group, "auto", layout.scheme, N, N) if layout.cp > 1 else None
+        context = CPOptions(group, "auto", layout.scheme, N, N) if layout.cp > 1 else None
         row = TokenRow(np.arange(T + 1), np.array(ENDS), np.ones(T, dtype=np.bool_))
         batch = pack([row], T, MaskOptions(document_mask=True), context)
         tokens = batch.tokens_t

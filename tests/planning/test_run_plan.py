@@ -30,7 +30,7 @@ def test_the_closed_form_is_what_the_masks_count(
     options = MaskOptions(False, mask, local, every if local else None, 6, fixed)  # type: ignore[arg-type]
     masks = options.at(length, [np.empty(0, dtype=np.int64)], min(window, length))
     context = options.whole_row_context(length, min(window, length))
-    assert context == pytest.approx(masks.context_sum / (len(masks.is_local) * length), rel=1e-12)
+    assert context == pytest.approx(masks.context_sum / (len(masks.is_local_layer) * length), rel=1e-12)
 
 
 def test_scoring_is_a_third_of_what_its_tokens_would_cost_in_training() -> None:
