@@ -31,7 +31,7 @@ def together(action: Callable[[], Answer], group: dist.ProcessGroup | None = Non
         answer = action()
     except BaseException as error:  # includes SystemExit and KeyboardInterrupt: the other ranks must not continue
         failure = error
-    device = torch.device("cpu")  # of gloo
+    device = torch.device("cpu")  # a given group is one of gloo
     if group is None:
         device = current_device()
     has_failed = torch.tensor(float(failure is not None), device=device)
