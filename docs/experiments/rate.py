@@ -44,17 +44,11 @@ def tuning(budgets: Sequence[int], seeds: Sequence[int], rates: Sequence[int]) -
 
 
 def tested(best: Best, budgets: Sequence[int], seeds: Sequence[int]) -> list[Plan]:
-    """List the runs at each arm's best rates, and at the largest budget also at that of the smallest."""
+    """List the runs at each arm's best rates, then those of the largest budget at the best rate of the smallest."""
     first, last = budgets[0], budgets[-1]
-    rates = {(arm, steps): {best[arm, steps]} for arm in ARMS for steps in budgets}
-    for arm in ARMS:
-        rates[arm, last].add(best[arm, first])
-    return [
-        Plan(arm, rate(k), steps, seed)
-        for seed in seeds
-        for (arm, steps), exponents in rates.items()
-        for k in sorted(exponents)
-    ]
+    own = [Plan(arm, rate(best[arm, steps]), steps, seed) for seed in seeds for steps in budgets for arm in ARMS]
+    carried = [Plan(arm, rate(best[arm, first]), last, seed) for seed in seeds for arm in ARMS]
+    return list(dict.fromkeys([*own, *carried]))
 
 
 def prepare_halves(novels: Path, out: Path) -> list[object]:
