@@ -1,6 +1,7 @@
 """Choose how the rows of a micro-batch are split over context-parallel ranks, and how these share attention."""
 
 from dataclasses import dataclass
+from functools import cache
 
 from megatron_ext.config import Config
 from megatron_ext.context_parallel import PAIRS_PER_ROW, CPPlan, plan
@@ -72,3 +73,13 @@ def cp_options(config: Config, group: CPGroup) -> CPOptions | None:
         exchanged_heads=model.exchanged_width(tp) / model.key_value_size,
         row_cost=parallel.cp_row_cost,
     )
+
+
+def planned_cp(config: Config) -> CPOptions | None:
+    """Do the same without processes. Options of equal layouts are equal, so that what follows can be cached."""
+    return cp_options(config, _planned_group(config.parallel.context_parallel_size))
+
+
+@cache
+def _planned_group(size: int) -> CPGroup:
+    return CPGroup(0, size, None)

@@ -21,20 +21,13 @@ from megatron_ext.attention.backends import BACKENDS, suited
 from megatron_ext.checkpoint.parameters import Cut, full_shape, parameters_of
 from megatron_ext.config import Config, ModelConfig
 from megatron_ext.context_parallel import CPPlan
-from megatron_ext.context_parallel.choice import CPOptions, cp_options
+from megatron_ext.context_parallel.choice import CPOptions, planned_cp
 from megatron_ext.context_parallel.exchange import Scheme, copies_of_keys
-from megatron_ext.context_parallel.group import CPGroup
 from megatron_ext.loss import adding_bytes
 from megatron_ext.masks import MaskOptions
 
 HEADROOM = 0.15  # share of a GPU's memory reserved for CUDA's context, NCCL's buffers and fragmentation
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
-
-
-@cache
-def _planned_group(size: int) -> CPGroup:
-    """Return a group without processes, the same object for each size."""
-    return CPGroup(0, size, None)
 
 
 @dataclass(frozen=True)
@@ -158,8 +151,7 @@ def attention_shapes(config: Config, window: int) -> tuple[tuple[Shapes, ...], .
     Masks, plan and scheme come from the code that training uses.
     """
     data = config.data
-    context = cp_options(config, _planned_group(config.parallel.context_parallel_size))
-    return _shapes(config.mask_options(), data.seq_length, data.micro_batch_size, window, context)
+    return _shapes(config.mask_options(), data.seq_length, data.micro_batch_size, window, planned_cp(config))
 
 
 @lru_cache(maxsize=1024)

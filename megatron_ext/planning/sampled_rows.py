@@ -1,4 +1,4 @@
-"""Estimate from a sample of rows: the effective context, the imbalance between ranks, and the keys exchanged.
+"""Estimate from a sample of rows: the effective context, the imbalance between ranks, and what they exchange.
 
 The rows are the run's own or drawn ones, laid out and distributed by the code that training uses. They are read once
 and results are cached, because a search needs them for hundreds of layouts.
@@ -12,9 +12,10 @@ import numpy as np
 
 from megatron_ext.arrays import Float64
 from megatron_ext.config import Config
-from megatron_ext.context_parallel.choice import cp_options
-from megatron_ext.context_parallel.group import CPGroup
+from megatron_ext.context_parallel.choice import CPOptions
+from megatron_ext.context_parallel.exchange import Scheme
 from megatron_ext.data.row import TokenRow
+from megatron_ext.masks import LayerMasks
 
 MOST_ROWS = 256  # most rows read
 TOKENS = 2**24  # total tokens of these rows, unless two batches have more
@@ -27,7 +28,41 @@ class AttentionLoad(NamedTuple):
 
     context: float  # C, the effective context in tokens: a token sees C / 2 keys on average
     exchanged: float  # keys that the busiest context-parallel rank moves, as a fraction of all other ranks' keys
+    ulysses: float = 0.0  # fraction of attention in which these ranks exchange tokens for heads, and no keys
     imbalance: float = 1.0  # attention of the slowest rank over the mean
+
+
+class SharedAttention(NamedTuple):
+    """The means over layers of what context-parallel ranks exchange, and of their imbalance, as in `AttentionLoad`."""
+
+    exchanged: float = 0.0
+    ulysses: float = 0.0
+    imbalance: float = 1.0
+
+
+def shared_attention(options: CPOptions | None, masks: LayerMasks) -> SharedAttention:
+    """Plan rows for the ranks of `options`; None if each process holds whole rows."""
+    if options is None:
+        return SharedAttention()
+    size = options.group.size
+    tokens = masks.by_kind[0].layout.tokens
+    layers = [number for number, _ in masks.by_layers()]
+    moved = np.zeros((size, size))
+    pairs = np.zeros(size)
+    ulysses = 0
+    for number, plan in zip(layers, options.plans(masks), strict=True):
+        if options.choose(plan) is Scheme.ULYSSES:
+            ulysses += number
+            pairs += number * plan.pairs.mean()  # every rank has as many heads of all tokens
+        else:
+            moved += number * plan.rows_moved
+            pairs += number * plan.pairs
+    busiest = max(moved.sum(axis=0).max(), moved.sum(axis=1).max()) / sum(layers)
+    return SharedAttention(
+        exchanged=float(busiest / (tokens - tokens // size)),
+        ulysses=ulysses / sum(layers),
+        imbalance=float(pairs.max() / pairs.mean()),
+    )
 
 
 class SampledRows:
@@ -44,12 +79,19 @@ class SampledRows:
         self._shared_at = cache(self._shared)
         self._imbalance_at = cache(self._imbalance)
 
-    def load(self, window: int, cp_size: int, replicas: int) -> AttentionLoad:
-        """Return the cost of attention under a window: the means over tokens, layers and rows."""
+    def load(self, window: int, cp: CPOptions | None, replicas: int) -> AttentionLoad:
+        """Return the cost of attention under a window: the means over tokens, layers and rows.
+
+        Args:
+            window: in tokens.
+            cp: of the layout; None if each process holds whole rows.
+            replicas: data-parallel ranks, each of which has rows of its own.
+        """
         tokens = self._options.num_layers * self._config.data.seq_length
-        exchanged, imbalance = self._shared_at(window, cp_size)
         context = float(self._costs_at(window).mean() / tokens)
-        return AttentionLoad(context, exchanged, imbalance * self._imbalance_at(window, replicas))
+        shared = self._shared_at(window, cp)
+        imbalance = shared.imbalance * self._imbalance_at(window, replicas)
+        return AttentionLoad(context, shared.exchanged, shared.ulysses, imbalance)
 
     def _costs(self, window: int) -> Float64:
         """Return each row's attention cost, as `LayerMasks.context_sum`."""
@@ -73,22 +115,9 @@ class SampledRows:
         loads = assigned.sum(axis=1)
         return float((loads.max(axis=1) / loads.mean(axis=1)).mean())
 
-    def _shared(self, window: int, cp_size: int) -> tuple[float, float]:
-        """Plan some rows for a number of ranks; return `exchanged`, and the imbalance between the ranks of a row."""
-        options = cp_options(self._config, CPGroup(0, cp_size, None))
+    def _shared(self, window: int, cp: CPOptions | None) -> SharedAttention:
+        """Plan some rows for the ranks of a layout; return the means."""
         length = self._config.data.seq_length
-        if options is None:
-            return 0.0, 1.0
-        by_row = []
-        for ends in self._ends[: max(SHARED_TOKENS // length, 2)]:
-            masks = self._options.at(length, [ends], window)
-            layers = [number for number, _ in masks.by_layers()]
-            plans = options.plans(masks)
-            moved, pairs = (
-                sum(number * getattr(plan, name) for number, plan in zip(layers, plans, strict=True))
-                for name in ("rows_moved", "pairs")
-            )
-            busiest = max(moved.sum(axis=0).max(), moved.sum(axis=1).max()) / sum(layers)
-            by_row.append((busiest / (length - length // cp_size), pairs.max() / pairs.mean()))
-        exchanged, imbalance = (float(np.mean(column)) for column in zip(*by_row, strict=True))
-        return exchanged, imbalance
+        rows = self._ends[: max(SHARED_TOKENS // length, 2)]
+        by_row = [shared_attention(cp, self._options.at(length, [ends], window)) for ends in rows]
+        return SharedAttention(*np.mean(by_row, axis=0).tolist())

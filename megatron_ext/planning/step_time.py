@@ -19,16 +19,19 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
+import numpy as np
 from annotated_types import Ge, Gt
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as checked
 
 from megatron_ext.checkpoint.parameters import Cut, full_shape, parameters_of
 from megatron_ext.config import Config, ModelConfig
+from megatron_ext.context_parallel.choice import CPOptions, planned_cp
+from megatron_ext.context_parallel.exchange import copies_of_keys
 from megatron_ext.errors import UserError
 from megatron_ext.files.reading import read_yaml, typed
 from megatron_ext.masks import MaskOptions
-from megatron_ext.planning.sampled_rows import AttentionLoad, SampledRows
+from megatron_ext.planning.sampled_rows import AttentionLoad, SampledRows, shared_attention
 
 _whole_row_context = cache(MaskOptions.whole_row_context)  # a search asks for thousands of layouts
 FACTS = Path(__file__).parent / "facts"
@@ -125,11 +128,20 @@ class Machine:
     def attention(self, config: Config, window: int) -> AttentionLoad:
         """Return the cost of attention under a window in tokens."""
         length = config.data.seq_length
-        if self.rows is None:
-            context = _whole_row_context(config.mask_options(), length, window)
-            # a window as long as the row needs all remote keys; a small one only the keys of segments that ranks share
-            return AttentionLoad(context, min(context / length, 1.0))
-        return self.rows.load(window, config.parallel.context_parallel_size, config.data_parallel_size(self.gpus))
+        cp = planned_cp(config)
+        if self.rows is not None:
+            return self.rows.load(window, cp, config.data_parallel_size(self.gpus))
+        masks = config.mask_options()
+        context = _whole_row_context(masks, length, window)
+        ulysses = _whole_row_ulysses(masks, length, window, cp)
+        # a window as long as the row needs all remote keys; a small one only the keys of segments that ranks share
+        return AttentionLoad(context, (1 - ulysses) * min(context / length, 1.0), ulysses)
+
+
+@cache
+def _whole_row_ulysses(masks: MaskOptions, length: int, window: int, cp: CPOptions | None) -> float:
+    """Return the fraction of attention over rows of one document in which ranks exchange tokens for heads."""
+    return shared_attention(cp, masks.at(length, [np.array([length])], window)).ulysses
 
 
 @dataclass(frozen=True)
@@ -166,13 +178,14 @@ class Amount(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """The work of one rank in one layer over one micro-batch; the first five are without experts."""
+    """The work of one rank in one layer over one micro-batch; the first six are without experts."""
 
     products: Amount  # FLOPs
     attention: Amount  # FLOPs
     elements: Amount  # read and written between matrices
     tensor: Amount  # bytes sent over tensor-parallel ranks
-    context: Amount  # bytes sent over context-parallel ranks
+    context: Amount  # bytes of keys and values sent over context-parallel ranks
+    ulysses: Amount  # bytes sent over these ranks to exchange tokens for heads, and back
     expert_products: Amount
     expert_elements: Amount
     expert_tensor: Amount  # bytes sent to gather the tokens of experts over tensor-parallel ranks
@@ -275,10 +288,15 @@ class _Estimate:
         return max(flops * self.uneven / self.products_speed(), self.expert_parameters * moved / self.bandwidth)
 
     def context(self, hiding: float) -> float:
-        """The part of the exchange that `hiding` seconds of attention do not hide; its beginning is never hidden."""
-        received = self.layer.context.forward / self.link(self.tp * self.cp)
+        """The part of the exchange that `hiding` seconds of attention do not hide; its beginning is never hidden.
+
+        An exchange of tokens for heads is not hidden at all, because attention needs all tokens of its heads.
+        """
+        link = self.link(self.tp * self.cp)
+        received = self.layer.context.forward / link
         seconds = max(received - hiding, 0.1 * received) * (1 + self.layer.context.again)
-        return seconds + max(2 * received - 2.5 * hiding, 0.2 * received)
+        seconds += max(2 * received - 2.5 * hiding, 0.2 * received)
+        return seconds + self.layer.ulysses.times(2) / link
 
     def experts(self) -> float:
         """The all-to-alls of tokens, which no matrix product overlaps."""
@@ -394,6 +412,10 @@ def layer_work(config: Config, load: AttentionLoad) -> Layer:
     if width < model.num_query_groups // tp * model.key_value_size:
         # each rank computes the keys and values of the latents that it gets
         flops += 2 * matrices.up * received
+    # queries and outputs, keys and values of a token, all of which leave but for the heads of the own rank
+    key_heads = model.num_query_groups // tp
+    heads = model.num_attention_heads // tp + key_heads * copies_of_keys(key_heads, cp)
+    swapped = load.ulysses * t * (cp - 1) / cp * heads * model.key_value_size
     crossed = 2 * 2 * hidden * t * (tp - 1) / tp  # a gather and a scatter of the hidden states
     copies = model.moe_router_topk * with_experts  # of a token, one for each of its experts
     return Layer(
@@ -403,6 +425,7 @@ def layer_work(config: Config, load: AttentionLoad) -> Layer:
         # attention has as many gathers and scatters as the MLP
         tensor=Amount((1 + with_mlp) * crossed, whole + mlp * with_mlp / (1 + with_mlp)),
         context=Amount(2 * width * received, whole + core),  # the exchange is part of attention
+        ulysses=Amount(2 * swapped, whole + core),
         expert_products=Amount(2 * copies * matrices.expert * t / tp, whole + mlp),
         # a copy is permuted for sending and sorted by expert on arrival, and the same on the way back
         expert_elements=Amount(copies * (8 * hidden + 3 * model.expert_width) * t / tp, whole + mlp),

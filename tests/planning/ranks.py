@@ -31,7 +31,7 @@ def rank_work(config: Config, load: AttentionLoad, gpus: int, vocab_size: int, *
         flops=layers * flops + config.microbatches(gpus) * outputs,
         # backward gathers its inputs again; tensors gathered for experts are kept
         tensor_bytes=layers * (layer.tensor.times(2.5) + layer.expert_tensor.times(2)),
-        context_bytes=layers * layer.context.times(2),  # backward returns gradients
+        context_bytes=layers * (layer.context.times(2) + layer.ulysses.times(2)),  # backward returns gradients
         expert_bytes=layers * layer.experts.times(2),
     )
 

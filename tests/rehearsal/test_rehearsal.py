@@ -212,6 +212,23 @@ def test_the_estimate_is_what_is_rehearsed(every: bool) -> None:
         within(case)
 
 
+def test_context_parallel_ranks_send_what_is_planned() -> None:
+    """Rows of one document; ranks that hold whole windows exchange no keys, and so send only the rest of a step."""
+    layout = "--tensor-model-parallel-size 2 --context-parallel-size 2"
+    sent = {}
+    planned = {}
+    for scheme in ("exchange", "ulysses"):
+        argv = [*TINY.split(), *layout.split(), "--cp-scheme", scheme]
+        config = parse(argv)
+        steps = in_child(Request(argv, 4, 0, [128, 256], "whole"))["steps"]
+        sent[scheme] = [step["collectives"]["CP"]["sent_bytes"] for step in steps]
+        load = Machine(4, "H100", 1000, read_speeds()).attention(config, 256)
+        planned[scheme] = rank_work(config, load, 4, 1000, head=True).context_bytes
+    rest = sent["exchange"][0]
+    assert sent["ulysses"][1] - rest == planned["ulysses"] > 0
+    assert planned["exchange"] / 2 < sent["exchange"][1] - rest <= planned["exchange"]
+
+
 @pytest.mark.slow
 def test_many_short_segments() -> None:
     """Flash attention's scratch is the peak of a 1B model in rows of 32K under a window of 8."""
