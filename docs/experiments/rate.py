@@ -23,32 +23,24 @@ from megatron_ext.evaluation.report import table
 Half = Literal["tuning", "test"]
 Losses = dict[Plan, dict[Half, dict[int, float]]]  # by half of the held-out documents and window, nats per token
 
-Best = dict[tuple[str, int], int]  # k of the best rate, by arm and steps
-
-VOCABULARY = 1024  # of budget.py's 17 novels this makes 4.3M tokens, more than the largest budget
+VOCABULARY = 1024  # of budget.py's 17 files of novels this makes 4.3M tokens, more than the largest budget
 LENGTHS = (32, ROW)
 RATES = range(1, 4)  # k of 2e-3 * sqrt(2)^k, before extensions
-LIMITS = (-4, 12)
-TUNING_SEEDS = (21,)
-SEEDS = tuple(range(31, 38))
+OCTAVES = 0.5  # between neighbouring rates
+EXPONENTS = range(-4, 13)  # limits of the extensions
+SEEDS = tuple(range(21, 26))
 
 
 def rate(k: int) -> float:
     """Return the k-th learning rate."""
-    return float(f"{2e-3 * 2 ** (k / 2):.3g}")
+    return float(f"{2e-3 * 2 ** (OCTAVES * k):.3g}")
 
 
-def tuning(budgets: Sequence[int], seeds: Sequence[int], rates: Sequence[int]) -> list[Plan]:
-    """List the runs of the grid, seed by seed: a stopped experiment has fewer seeds."""
-    return [Plan(arm, rate(k), steps, seed) for seed in seeds for steps in budgets for k in rates for arm in ARMS]
-
-
-def tested(best: Best, budgets: Sequence[int], seeds: Sequence[int]) -> list[Plan]:
-    """List the runs at each arm's best rates, then those of the largest budget at the best rate of the smallest."""
-    first, last = budgets[0], budgets[-1]
-    own = [Plan(arm, rate(best[arm, steps]), steps, seed) for seed in seeds for steps in budgets for arm in ARMS]
-    carried = [Plan(arm, rate(best[arm, first]), last, seed) for seed in seeds for arm in ARMS]
-    return list(dict.fromkeys([*own, *carried]))
+def planned(
+    budgets: Sequence[int], seeds: Sequence[int], rates: Sequence[int] = RATES, arms: Sequence[str] = ARMS
+) -> list[Plan]:
+    """List the runs of a grid, seed by seed: a stopped experiment has fewer seeds."""
+    return [Plan(arm, rate(k), steps, seed) for seed in seeds for steps in budgets for k in rates for arm in arms]
 
 
 def prepare_halves(novels: Path, out: Path) -> list[object]:
@@ -85,57 +77,83 @@ def read_runs(file: Path) -> Losses:
     }
 
 
-def tried(runs: Losses, arm: str, steps: int, seeds: Sequence[int]) -> dict[int, float]:
-    """Return the mean loss of the tuning half at the full row, by k, of the rates at which all these seeds are done."""
-    loss_by_exponent = {}
-    for k in range(LIMITS[0], LIMITS[1] + 1):
-        plans = [Plan(arm, rate(k), steps, seed) for seed in seeds]
-        if all(plan in runs for plan in plans):
-            loss_by_exponent[k] = float(np.mean([runs[plan]["tuning"][ROW] for plan in plans]))
-    return loss_by_exponent
+def tuning_losses(runs: Losses, arm: str, steps: int, seeds: Sequence[int]) -> dict[int, Float64]:
+    """Return the losses of the tuning half at the full row [seeds], by k, of the rates at which all seeds are done."""
+    plans_by_exponent = {k: planned([steps], seeds, [k], [arm]) for k in EXPONENTS}
+    return {
+        k: np.array([runs[plan]["tuning"][ROW] for plan in plans])
+        for k, plans in plans_by_exponent.items()
+        if runs.keys() >= set(plans)
+    }
 
 
-def choose(runs: Losses, budgets: Sequence[int], seeds: Sequence[int]) -> tuple[Best, list[Plan]]:
-    """Return the best rates so far, and the runs beyond those that are at an edge of what was tried."""
-    best: Best = {}
-    beyond: list[Plan] = []
+def best_of(losses_by_exponent: dict[int, Float64]) -> int:
+    """Return k of the lowest mean."""
+    return min(losses_by_exponent, key=lambda k: losses_by_exponent[k].mean())
+
+
+def missing(runs: Losses, budgets: Sequence[int], seeds: Sequence[int]) -> list[Plan]:
+    """Return the runs of the next part: the grid, then the next rate of an arm that is best at an edge at a budget."""
+    part = planned(budgets, seeds)
     for arm in ARMS:
-        for steps in budgets:
-            means = tried(runs, arm, steps, seeds)
-            at = best[arm, steps] = min(means, key=lambda k: means[k])
-            more = [at - 1] * (at == min(means)) + [at + 1] * (at == max(means))
-            beyond += [Plan(arm, rate(k), steps, seed) for k in more if LIMITS[0] <= k <= LIMITS[1] for seed in seeds]
-    return best, beyond
-
-
-def missing(runs: Losses, budgets: Sequence[int], tuning_seeds: Sequence[int], seeds: Sequence[int]) -> list[Plan]:
-    """Return the runs of the next part of the experiment: the grid, its extension, and the test at the best rates."""
-    part = [plan for plan in tuning(budgets, tuning_seeds, RATES) if plan not in runs]
-    if not part:
-        best, beyond = choose(runs, budgets, tuning_seeds)
-        part = [plan for plan in beyond if plan not in runs] or [
-            plan for plan in tested(best, budgets, seeds) if plan not in runs
-        ]
+        begun = [k for k in EXPONENTS if not runs.keys().isdisjoint(planned(budgets, seeds, [k], [arm]))]
+        part += planned(budgets, seeds, begun, [arm])
+    part = [plan for plan in dict.fromkeys(part) if plan not in runs]
+    if part:
+        return part
+    for arm in ARMS:
+        losses_by_steps = [tuning_losses(runs, arm, steps, seeds) for steps in budgets]
+        first, last = min(losses_by_steps[0]), max(losses_by_steps[0])
+        best = set(map(best_of, losses_by_steps))
+        beyond = [first - 1] * (first in best) + [last + 1] * (last in best)
+        part += planned(budgets, seeds, [k for k in beyond if k in EXPONENTS], [arm])
     return part
 
 
-def results(runs: Losses, budgets: Sequence[int], tuning_seeds: Sequence[int], seeds: Sequence[int]) -> list[str]:
+def chosen(runs: Losses, arm: str, steps: int, seeds: Sequence[int]) -> list[int]:
+    """Return for each seed k of the rate that is best for the other seeds."""
+    losses = tuning_losses(runs, arm, steps, seeds)
+    others = [np.arange(len(seeds)) != place for place in range(len(seeds))]
+    return [best_of({k: values[mask] for k, values in losses.items()}) for mask in others]
+
+
+def optimum(runs: Losses, arm: str, steps: int, seeds: Sequence[int]) -> Float64:
+    """Return log2 of each seed's best rate, by a parabola through the losses around the best rate of all seeds.
+
+    In octaves x from that rate a loss is about c x^2 + b x + a, lowest at -b / 2c. b is of the seed, c of the mean.
+    """
+    losses = tuning_losses(runs, arm, steps, seeds)
+    at = best_of(losses)
+    below, middle, above = losses[at - 1], losses[at], losses[at + 1]
+    curvature = (below + above - 2 * middle).mean() / (2 * OCTAVES**2)
+    slope = (above - below) / (2 * OCTAVES)
+    return np.asarray(np.log2(rate(at)) - slope / (2 * curvature))
+
+
+def test_losses(runs: Losses, arm: str, steps: int, rates: Sequence[int], length: int, seeds: Sequence[int]) -> Float64:
+    """Return the losses of the test half for each seed at its rate."""
+    plans = [Plan(arm, rate(k), steps, seed) for k, seed in zip(rates, seeds, strict=True)]
+    return np.array([runs[plan]["test"][length] for plan in plans])
+
+
+def results(runs: Losses, budgets: Sequence[int], seeds: Sequence[int]) -> list[str]:
     """Make the sections of the page; until all runs are done, their number alone."""
-    if missing(runs, budgets, tuning_seeds, seeds):
-        least = len(tuning(budgets, tuning_seeds, RATES)) + len(seeds) * len(budgets) * len(ARMS)
+    if missing(runs, budgets, seeds):
+        least = len(planned(budgets, seeds))
         return [f"Unfinished: {len(runs)} runs of at least {least} are done. Nothing is concluded from a part of them."]
-    best, _ = choose(runs, budgets, tuning_seeds)
-    first, last = budgets[0], budgets[-1]
+    first, last = million(budgets[0]), million(budgets[-1])
     return [
-        f"### Learning rates\n\nHeld-out loss at {ROW} tokens on the tuning half, mean of {len(tuning_seeds)} seeds.",
-        rate_table(runs, best, tuning_seeds),
-        "### Gains\n\nConstant minus growing, each at its best rate of the budget, nats per token of the test half, "
-        f"{len(seeds)} other seeds, paired, ± half the 95 % interval over seeds; bold: it excludes 0. The slope is per "
-        "doubling of the budget.",
-        gain_table(runs, best, budgets, seeds),
-        f"### The best rate of {million(first)} tokens at {million(last)}\n\n"
-        f"Loss at {ROW} tokens, minus that at the own best rate.",
-        carried_table(runs, best, (first, last), seeds),
+        f"± is half the 95 % interval over {len(seeds)} seeds, paired; bold: it excludes 0.",
+        f"### Learning rates\n\nHeld-out loss at {ROW} tokens on the tuning half, nats per token, mean of the seeds.",
+        rate_table(runs, budgets, seeds),
+        "The best rate by parabolas, and its change in octaves for each doubling of the budget.",
+        optimum_table(runs, budgets, seeds),
+        "### Gains\n\nConstant minus growing, each at the rate that is best for the other seeds at this budget, nats "
+        "per token of the test half. The slope is per doubling of the budget.",
+        gain_table(runs, budgets, seeds),
+        f"### The best rate of {first} tokens at {last}\n\nLoss at {ROW} tokens of the test half after {last} tokens, "
+        f"at the rate that is best for the other seeds after {first}, minus that at their best after {last}.",
+        carried_table(runs, budgets, seeds),
     ]
 
 
@@ -144,27 +162,34 @@ def million(steps: int) -> str:
     return f"{steps * ROW * BATCH / 1e6:.2f}M"
 
 
-def rate_table(runs: Losses, best: Best, seeds: Sequence[int]) -> str:
+def rate_table(runs: Losses, budgets: Sequence[int], seeds: Sequence[int]) -> str:
     """Make the table of the losses by arm, budget and learning rate."""
-    means = {key: tried(runs, *key, seeds) for key in best}
-    rates = sorted({k for arm_means in means.values() for k in arm_means})
+    losses_by_run = {(arm, steps): tuning_losses(runs, arm, steps, seeds) for arm in ARMS for steps in budgets}
+    rates = sorted({k for losses in losses_by_run.values() for k in losses})  # an arm has as many at each budget
     rows = []
-    for (arm, steps), arm_means in means.items():
-        losses = [f"{arm_means[k]:.4f}" if k in arm_means else "" for k in rates]
-        rows.append([arm, million(steps), *losses, f"{rate(best[arm, steps]):g}"])
+    for (arm, steps), losses in losses_by_run.items():
+        cells = [f"{losses[k].mean():.4f}" if k in losses else "" for k in rates]
+        rows.append([arm, million(steps), *cells, f"{rate(best_of(losses)):g}"])
     return table(["arm", "tokens", *(f"{rate(k):g}" for k in rates), "best"], rows)
 
 
-def tested_losses(runs: Losses, arm: str, steps: int, k: int, length: int, seeds: Sequence[int]) -> Float64:
-    """Return the losses of the test half for each seed."""
-    return np.array([runs[Plan(arm, rate(k), steps, seed)]["test"][length] for seed in seeds])
+def optimum_table(runs: Losses, budgets: Sequence[int], seeds: Sequence[int]) -> str:
+    """Make the table of the best rates by arm and budget, and of their change with the budget."""
+    rows: list[list[object]] = []
+    for arm in ARMS:
+        optima = np.array([optimum(runs, arm, steps, seeds) for steps in budgets])
+        slopes = np.polyfit(np.log2(budgets), optima, 1)[0]
+        rows.append([arm, *(f"{2 ** values.mean():.2g}" for values in optima), Mean.of(slopes.tolist())])
+    return table(["arm", *map(million, budgets), "octaves per doubling"], rows)
 
 
-def gain_table(runs: Losses, best: Best, budgets: Sequence[int], seeds: Sequence[int]) -> str:
+def gain_table(runs: Losses, budgets: Sequence[int], seeds: Sequence[int]) -> str:
     """Make the table of the gains at both windows and of their difference, by budget, and of their slopes."""
 
     def gain(steps: int, length: int) -> Float64:
-        constant, growing = (tested_losses(runs, arm, steps, best[arm, steps], length, seeds) for arm in ARMS)
+        constant, growing = (
+            test_losses(runs, arm, steps, chosen(runs, arm, steps, seeds), length, seeds) for arm in ARMS
+        )
         return constant - growing
 
     short, whole = (np.array([gain(steps, length) for steps in budgets]) for length in LENGTHS)
@@ -179,17 +204,16 @@ def gain_table(runs: Losses, best: Best, budgets: Sequence[int], seeds: Sequence
     return table(["tokens", *columns], rows)
 
 
-def carried_table(runs: Losses, best: Best, budgets: tuple[int, int], seeds: Sequence[int]) -> str:
+def carried_table(runs: Losses, budgets: Sequence[int], seeds: Sequence[int]) -> str:
     """Make the table of what the best rate of the first budget costs at the last."""
-    first, last = budgets
+    last = budgets[-1]
     rows: list[list[object]] = []
     for arm in ARMS:
-        first_exponent, best_exponent = best[arm, first], best[arm, last]
-        more = tested_losses(runs, arm, last, first_exponent, ROW, seeds) - tested_losses(
-            runs, arm, last, best_exponent, ROW, seeds
-        )
-        rows.append([arm, f"{rate(first_exponent):g}", f"{rate(best_exponent):g}", Mean.of(more.tolist())])
-    return table(["arm", "its rate", "own best", "difference"], rows)
+        old, own = (chosen(runs, arm, steps, seeds) for steps in (budgets[0], last))
+        more = test_losses(runs, arm, last, old, ROW, seeds) - test_losses(runs, arm, last, own, ROW, seeds)
+        named = [", ".join(f"{rate(k):g}" for k in sorted(set(rates))) for rates in (old, own)]
+        rows.append([arm, *named, Mean.of(more.tolist())])
+    return table(["arm", "old rate", "own best", "difference"], rows)
 
 
 def page(parts: Sequence[str]) -> str:
@@ -204,13 +228,12 @@ def main() -> None:
     parser.add_argument("out", type=Path, nargs="?", help="folder for data, runs and results")
     parser.add_argument("--runs", type=Path, help="file with a line for each run [OUT/results/rate.jsonl]")
     parser.add_argument("--budgets", type=int, nargs="+", default=BUDGETS, help="steps")
-    parser.add_argument("--tuning-seeds", type=int, nargs="+", default=TUNING_SEEDS)
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     parser.add_argument("--held-out", type=int, default=60, help="documents of each half [60]")
     parser.add_argument("--workers", type=int, default=2, help="runs at a time, a core each [2]")
     parser.add_argument("--check", action="store_true", help="compare the page with its runs; nothing is trained")
     options = parser.parse_args()
-    grid = (options.budgets, options.tuning_seeds, options.seeds)
+    grid = (options.budgets, options.seeds)
     beside = Path(__file__)
     if options.check:
         if page(results(read_runs(beside.with_suffix(".jsonl")), *grid)) != beside.with_suffix(".md").read_text():
