@@ -42,7 +42,7 @@ from megatron_ext.checkpoint.tensors import DTYPES, Shard, Stored
 from megatron_ext.config import Config, DataConfig, ModelConfig, TrainingConfig
 from megatron_ext.config.arguments import to_dict
 from megatron_ext.config.checks import mistakes
-from megatron_ext.config.from_megatron_lm import translate
+from megatron_ext.config.from_megatron_lm import mscale, translate
 from megatron_ext.config.megatron_lm import ARGUMENTS, DEFAULTS
 from megatron_ext.config.schema import FIELDS, flag, validate
 from megatron_ext.errors import UserError, echo
@@ -63,6 +63,8 @@ _SAME = [  # options of the model under the same name
 _UNREAD = (
     *("norm_epsilon", "qk_layernorm", "no_rope_freq", "window_size", "window_attn_skip_freq", "use_rope_scaling"),
     *("rope_scaling_factor", "rotary_seq_len_interpolation_factor", "moe_router_num_groups", "moe_router_group_topk"),
+    *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+    *("rotary_scaling_factor", "mscale", "mscale_all_dim"),
 )
 _BALANCING = ("moe_aux_loss_coeff", "moe_router_load_balancing_type", "moe_router_bias_update_rate")
 _NO_WEIGHTS = ("optimizer", "chained_", "rng_state", "rerun_state")
@@ -299,6 +301,12 @@ def arguments(model: ModelConfig) -> dict[str, Any]:
         args["rope_scaling_factor"] = model.rope_scaling_factor
     if model.rope_scaling == "linear":
         args["rotary_seq_len_interpolation_factor"] = model.rope_scaling_factor
+    if model.multi_latent_attention:
+        args |= {"group_query_attention": False, "kv_channels": None, "qk_layernorm": True}
+        if model.rope_scaling == "yarn":
+            args["rotary_scaling_factor"] = model.rope_scaling_factor
+            args["mscale_all_dim"] = model.rope_mscale_all_dim
+            args["mscale"] = mscale(model)
     assert model.vocab_size is not None
     args["padded_vocab_size"] = model.padded_vocab_size(model.vocab_size)
     built = vars(comparable(model_config(args, model.vocab_size)))
@@ -540,7 +548,8 @@ def _add_weight(target: _Target, model: ModelConfig, stored: Stored, row: Parame
     if model.moe_layer_freq:  # layers differ and are not stacked
         stacked_axes = max(stacked_axes - 1, 0)
     keys = [(key, at) for key, at in _places_in(row, place) if len(at) == stacked_axes]
-    if "pre_mlp" not in keys[0][0]:
+    # a norm before latents or a router is looked for under either name, other norms under that of a fused one
+    if not (model.multi_latent_attention or "pre_mlp" in keys[0][0]):
         keys = keys[:1]
     for key, at in dict.fromkeys(keys):
         stacked = (model.num_layers, model.num_experts or 0)[len(place) - len(at) : len(place)]

@@ -147,6 +147,8 @@ def parameters_of(model: ModelConfig) -> tuple[Parameter, ...]:
 
 _QKV = "self_attention.linear_qkv"
 _MLP_NORM = "pre_mlp_layernorm.weight mlp.linear_fc1.layer_norm_weight"
+_QUERY_NORM = "self_attention.q_layernorm.weight self_attention.linear_q_up_proj.layer_norm_weight"
+_LATENT_NORM = "self_attention.kv_layernorm.weight self_attention.linear_kv_up_proj.layer_norm_weight"
 
 TABLE: tuple[Parameter, ...] = (
     _row("", Cut.VOCABULARY, "embedding.word_embeddings.weight", "model.embed_tokens.weight"),
@@ -162,10 +164,10 @@ TABLE: tuple[Parameter, ...] = (
     _layer("whole_norms", Cut.ROWS, "self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
     _layer("full_rank_queries", Cut.ROWS, "self_attention.linear_q_proj.weight", "self_attn.q_proj.weight"),
     _layer("low_rank_queries", Cut.WHOLE, "self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight"),
-    _layer("low_rank_queries", Cut.WHOLE, "self_attention.q_layernorm.weight", "self_attn.q_a_layernorm.weight"),
+    _layer("low_rank_queries", Cut.WHOLE, _QUERY_NORM, "self_attn.q_a_layernorm.weight"),
     _layer("low_rank_queries", Cut.ROWS, "self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight"),
     _layer("latent", Cut.WHOLE, "self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"),
-    _layer("latent", Cut.WHOLE, "self_attention.kv_layernorm.weight", "self_attn.kv_a_layernorm.weight"),
+    _layer("latent", Cut.WHOLE, _LATENT_NORM, "self_attn.kv_a_layernorm.weight"),
     _layer("latent", Cut.ROWS, "self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight"),
     _layer("sinks", Cut.ROWS, "self_attention.core_attention.softmax_offset", "self_attn.sinks"),
     _layer("not_phi", Cut.COLUMNS, "self_attention.linear_proj.weight", "self_attn.o_proj.weight"),

@@ -5,10 +5,12 @@ table (megatron_lm.yaml). An argument that is not given has Megatron-LM's defaul
 """
 
 import ast
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_ext.config import ModelConfig
 from megatron_ext.config.blocks import mlp_width
 from megatron_ext.config.megatron_lm import DEFAULTS, find_argument
 from megatron_ext.config.pipeline import checked_layout, write_layout
@@ -65,7 +67,52 @@ def _window(args: Args) -> Options:
     return {"local_window": before + 1, "window_attn_skip_freq": args["window_attn_skip_freq"]}
 
 
+def _latent(args: Args) -> Options:
+    """Latent attention always has norms of its latents here, with a fixed epsilon; --qk-layernorm is another norm."""
+    if not args["multi_latent_attention"]:
+        return {"qk_layernorm": args["qk_layernorm"]}
+    if not args["qk_layernorm"] or _epsilon(args)["norm_epsilon"] != 1e-6:
+        needs = "--qk-layernorm and --norm-epsilon 1e-6, which latents have here"
+        raise UserError(f"multi_latent_attention: got True, needs {needs}")
+    return {"multi_latent_attention": True}
+
+
+def _yarn(args: Args) -> Options:
+    """Return the positions of latent attention: YaRN, unless --rope-type is rope."""
+    factor = args["rotary_scaling_factor"]
+    if factor == 1:
+        return {}
+    mscale_all_dim = args["mscale_all_dim"]
+    if factor < 1:
+        raise UserError(f"rotary_scaling_factor: got {factor}, needs >= 1")
+    if args["rope_type"] == "rope":
+        if mscale_all_dim:  # scales the scores there all the same
+            raise UserError(f"mscale_all_dim: got {mscale_all_dim}, needs 0 with --rope-type rope")
+        return {}
+    options = {
+        "rope_scaling": "yarn",
+        "rope_scaling_factor": factor,
+        "rope_original_length": 4096,  # fixed there
+        "rope_mscale_all_dim": mscale_all_dim,
+    }
+    if args["mscale"] != 1:
+        rise = 0.1 * math.log(factor)
+        options["rope_attention_factor"] = (rise * args["mscale"] + 1) / (rise * mscale_all_dim + 1)
+    return options
+
+
+def mscale(model: ModelConfig) -> float:
+    """Return Megatron-LM's --mscale, from which `_yarn` computes the attention factor of a model with YaRN."""
+    if model.rope_attention_factor is None or model.rope_scaling_factor == 1:
+        return 1.0
+    rise = 0.1 * math.log(model.rope_scaling_factor)
+    scale = (model.rope_attention_factor * (rise * model.rope_mscale_all_dim + 1) - 1) / rise
+    return round(scale, 12)  # to the digits that were given, from which the same factor follows
+
+
 def _positions(args: Args) -> Options:
+    if args["multi_latent_attention"]:
+        return _yarn(args)
     factor = args["rotary_seq_len_interpolation_factor"]
     if args["use_rope_scaling"]:
         if factor:
@@ -326,7 +373,9 @@ _MODEL: dict[Callable[[Args], Options], str] = {
     _heads: "num_query_groups group_query_attention",
     _epsilon: "layernorm_epsilon norm_epsilon",
     _window: "window_size window_attn_skip_freq",
-    _positions: "use_rope_scaling rope_scaling_factor rotary_seq_len_interpolation_factor",
+    _positions: "use_rope_scaling rope_scaling_factor rotary_seq_len_interpolation_factor rope_type "
+    "rotary_scaling_factor mscale mscale_all_dim",
+    _latent: "multi_latent_attention qk_layernorm",
     _expert_layers: "moe_layer_freq",
     _routing: "moe_router_topk_scaling_factor",
 }
@@ -350,6 +399,7 @@ _TRAINING: dict[Callable[[Args], Options], str] = {
 }
 # option: the beginnings of others' names that are read only with it
 _READ_WITH = {
+    "multi_latent_attention": ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
     "num_experts": ("moe_", "expert_model_"),
     "moe_router_enable_expert_bias": ("moe_router_bias_update_rate",),
     "use_precision_aware_optimizer": ("main_", "exp_avg_"),
@@ -392,6 +442,8 @@ def translate(arguments: Args) -> Translation:
     unread = [prefix for name, prefixes in _READ_WITH.items() if not result.options.get(name) for prefix in prefixes]
     if result.options.get("optimizer") != "muon":
         unread.append("muon_")
+    if result.options.get("multi_latent_attention"):
+        unread.append("kv_channels")
     for name in list(result.options):
         if name.startswith(tuple(unread)):
             del result.options[name]

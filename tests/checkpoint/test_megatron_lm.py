@@ -26,7 +26,7 @@ from megatron_ext.config import ParallelConfig
 from megatron_ext.config.arguments import parse
 from megatron_ext.data.row import TokenRow
 from megatron_ext.inference.model import open_model
-from tests.checkpoint.megatron_core import MOE, SMALL, model_of
+from tests.checkpoint.megatron_core import LATENT, MOE, SMALL, YARN, model_of
 from tests.config.megatron_lm import READ_FROM_CHECKPOINTS, defaults
 from tests.conftest import refused, slow_but
 from tests.launcher import call
@@ -105,6 +105,9 @@ def ours(rank: int, run: Path) -> list[float]:
 TP2_PP2 = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 UNFUSED = {"mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm."}
 LOCAL = {"self_attention.linear_qkv.layer_norm_": "input_layernorm.", **UNFUSED}
+LATENT_FUSED = {"self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_"}
+LATENT_FUSED |= {"self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_"}
+LATENT_FUSED |= {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 EP2_PP2 = {"expert_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, int], dict[str, Any]]] = {
     "stacked": ("0.16.1", {}, TP2_PP2, {}),
@@ -115,6 +118,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, int], dict[str, Any]]] 
     "linear": ("d98e8a64", {"rotary_seq_len_interpolation_factor": 4}, TP2_PP2, {}),
     "no-rope": ("0.19.0", {"no_rope_freq": 2}, TP2_PP2, {}),
     "uneven": ("0.19.0", {"pipeline_model_parallel_layout": "Ettt|tL"}, {"pipeline_model_parallel_size": 2}, {}),
+    "latent-moe": ("0.16.1", MOE | LATENT | {"moe_layer_freq": [0, 1, 1, 0]}, {"pipeline_model_parallel_size": 2}, {}),
+    "latent-yarn-fused": ("0.19.0", LATENT | YARN | {"q_lora_rank": None}, TP2_PP2, {"renamed": LATENT_FUSED}),
     "moe": ("d98e8a64", MOE, EP2_PP2, {"renamed": UNFUSED}),
     "moe-some": ("0.19.0", MOE | {"moe_layer_freq": [0, 1, 1, 0]}, {"pipeline_model_parallel_size": 2}, {}),
 }  # fmt: skip
@@ -158,7 +163,8 @@ def test_losses_stay_both_ways(tmp_path: Path, name: str) -> None:
     [
         ("position_embedding_type", "learned_absolute"),
         ("normalization", "LayerNorm"),
-        ("multi_latent_attention", True),
+        ("multi_latent_attention", True),  # with fewer key heads
+        ("mtp_num_layers", 1),
         ("rotary_percent", 0.5),
         ("softmax_type", "off-by-one"),
         ("layernorm_zero_centered_gamma", True),

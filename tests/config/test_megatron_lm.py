@@ -22,6 +22,7 @@ from tests.config.megatron_lm import VERSIONS, defaults
 from tests.conftest import ROOT
 
 MODEL = {"num_layers": 4, "hidden_size": 512, "num_attention_heads": 8}
+LATENT = {"multi_latent_attention": True, "qk_layernorm": True, "layernorm_epsilon": 1e-6}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -82,6 +83,10 @@ def test_defaults_are_those_of_megatron_lm(version: str) -> None:
          {"moe_aux_loss_coeff": 0.2, "moe_router_load_balancing_type": "seq_aux_loss"}),
         ({"use_rope_scaling": True, "rope_scaling_factor": 4.0}, {"rope_scaling": "llama3", "rope_scaling_factor": 4}),
         ({"rotary_seq_len_interpolation_factor": 2}, {"rope_scaling": "linear", "rope_scaling_factor": 2}),
+        (LATENT | {"kv_channels": 64},
+         {"kv_lora_rank": 32, "num_query_groups": 8, "multi_latent_attention": True, "v_head_dim": 128}),
+        (LATENT | {"rotary_scaling_factor": 40.0, "mscale_all_dim": 1.0},
+         {"rope_scaling": "yarn", "rope_scaling_factor": 40.0, "rope_original_length": 4096, "rope_mscale_all_dim": 1}),
         ({"mock_data": True, "data_path": ["a"]}, {"data_path": ["a"]}),
         ({"train_data_path": ["a"], "valid_data_path": ["b"]}, {"data_path": ["a"], "split": "100,0,0"}),
     ],
@@ -94,6 +99,10 @@ def test_values_are_converted(given: dict[str, Any], options: dict[str, Any]) ->
     ("given", "line"),
     [
         ({"use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 2}, "use_rope_scaling"),
+        (LATENT | {"qk_layernorm": False}, "multi_latent_attention"),
+        (LATENT | {"layernorm_epsilon": 1e-5}, "multi_latent_attention"),
+        (LATENT | {"rotary_scaling_factor": 0.5}, "use_rope_scaling"),
+        (LATENT | {"rotary_scaling_factor": 4, "rope_type": "rope", "mscale_all_dim": 1}, "use_rope_scaling"),
         ({"window_size": 128}, "window_size"),
         ({"window_size": "$W"}, "window_size"),
         ({"num_experts": 4, "moe_layer_freq": 2, "num_layers": None}, "moe_layer_freq"),
@@ -104,6 +113,14 @@ def test_values_that_cannot_be_converted_are_refused_in_one_line(given: dict[str
     text = translate(MODEL | given).model[line]
     assert "needs" in text
     assert "\n" not in text
+
+
+def test_options_of_latent_attention_are_read_with_it_alone() -> None:
+    names = {"kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"}
+    assert not translate(MODEL | {"kv_channels": 64}).options.keys() & names
+    latent = translate(MODEL | LATENT | {"kv_channels": 64}).options
+    assert latent.keys() > names
+    assert not latent.keys() & {"kv_channels", "qk_layernorm"}
 
 
 @pytest.mark.parametrize(
