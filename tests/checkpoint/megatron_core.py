@@ -1,6 +1,7 @@
 """Megatron-Core's own GPTModel, in the configuration that arguments of Megatron-LM describe."""
 
 import importlib
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -19,6 +20,10 @@ MOE |= {"moe_aux_loss_coeff": 0.01}
 LATENT = {"multi_latent_attention": True, "group_query_attention": False, "num_query_groups": 4, "kv_channels": None}
 LATENT |= {"q_lora_rank": 12, "kv_lora_rank": 20, "qk_head_dim": 6, "qk_pos_emb_head_dim": 4, "v_head_dim": 8}
 LATENT |= {"qk_layernorm": True, "rotary_scaling_factor": 1.0}
+# queries without a latent; Megatron-Core 0.19 then builds no norm for the latent of keys either
+FULL_QUERIES: dict[str, Any] = {"q_lora_rank": None}
+if find_spec("megatron.core.transformer.mla_qk_norm_config"):
+    FULL_QUERIES = {}
 YARN = {"rotary_scaling_factor": 4.0, "mscale": 0.7, "mscale_all_dim": 1.0}
 
 

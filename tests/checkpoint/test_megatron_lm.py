@@ -26,7 +26,7 @@ from megatron_ext.config import ParallelConfig
 from megatron_ext.config.arguments import parse
 from megatron_ext.data.row import TokenRow
 from megatron_ext.inference.model import open_model
-from tests.checkpoint.megatron_core import LATENT, MOE, SMALL, YARN, model_of
+from tests.checkpoint.megatron_core import FULL_QUERIES, LATENT, MOE, SMALL, YARN, model_of
 from tests.config.megatron_lm import READ_FROM_CHECKPOINTS, defaults
 from tests.conftest import refused, slow_but
 from tests.launcher import call
@@ -119,7 +119,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, int], dict[str, Any]]] 
     "no-rope": ("0.19.0", {"no_rope_freq": 2}, TP2_PP2, {}),
     "uneven": ("0.19.0", {"pipeline_model_parallel_layout": "Ettt|tL"}, {"pipeline_model_parallel_size": 2}, {}),
     "latent-moe": ("0.16.1", MOE | LATENT | {"moe_layer_freq": [0, 1, 1, 0]}, {"pipeline_model_parallel_size": 2}, {}),
-    "latent-yarn-fused": ("0.19.0", LATENT | YARN | {"q_lora_rank": None}, TP2_PP2, {"renamed": LATENT_FUSED}),
+    "latent-yarn-fused": ("0.19.0", LATENT | YARN | FULL_QUERIES, TP2_PP2, {"renamed": LATENT_FUSED}),
     "moe": ("d98e8a64", MOE, EP2_PP2, {"renamed": UNFUSED}),
     "moe-some": ("0.19.0", MOE | {"moe_layer_freq": [0, 1, 1, 0]}, {"pipeline_model_parallel_size": 2}, {}),
 }  # fmt: skip
