@@ -41,6 +41,7 @@ DTYPES: dict[int, np.dtype[Any]] = {
 }
 MASK = ".mask.npy"
 SOURCES = ".sources.npy"
+WEIGHTS = ".weights.npy"  # of others' making
 CHECKED_AT_ONCE = 2**20  # sequences of an index that is checked whole when it is opened
 Documents = Sequence[int] | np.ndarray  # indices into an `IndexedSource`
 
@@ -98,7 +99,7 @@ class IndexedSource:
         )
         self._weights = None
         if weighted:
-            self._weights = self._open_array(".weights.npy", self.token_count, np.float32, needed=True)
+            self._weights = self._open_array(WEIGHTS, self.token_count, np.float32, needed=True)
 
     def _open(self) -> None:
         """Map the index and the tokens; check the header, both ends and the sizes, and a small index completely."""

@@ -14,6 +14,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pyarrow
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -222,6 +223,32 @@ def test_existing_output_is_refused(options: PreprocessOptions) -> None:
         old.write_text("old")
         assert f"data{suffix} exists; pass --overwrite" in refused(preprocess, options)
         old.unlink()
+
+
+def test_what_others_made_is_not_replaced(options: PreprocessOptions, tmp_path: Path) -> None:
+    """An input under the name of an output, and weights, which only their owner can make again."""
+    corpus = tmp_path / "corpus.json"
+    corpus.write_bytes(lines(TEXTS))
+    own = replace(options, inputs=[str(corpus)], output_prefix=str(tmp_path / "corpus"), overwrite=True)
+    assert "corpus.json; pass another one" in refused(preprocess, own)
+    assert corpus.read_bytes() == lines(TEXTS)
+    preprocess(options)
+    weights = Path(options.output_prefix + ".weights.npy")
+    weights.touch()
+    assert preprocess(replace(options, resume=True)).documents == len(TEXTS)
+    assert "has weights of other tokens" in refused(preprocess, replace(options, overwrite=True))
+
+
+def test_a_text_that_the_tokenizer_refuses_is_a_bad_document(options: PreprocessOptions, tmp_path: Path) -> None:
+    made = train_bpe(TEXTS, 300, tmp_path / "tokenizer").file
+    library = tokenizers.Tokenizer.from_file(str(made))
+    library.add_special_tokens(["4"])  # a piece of the vocabulary
+    library.save(str(made))
+    changed = replace(options, tokenizer=str(made.parent))
+    assert "a.jsonl: text: 'number 14, " in refused(preprocess, changed)
+    report = preprocess(replace(changed, skip_bad_lines=True, overwrite=True))
+    assert 0 < report.skipped <= sum("4" in text for text in TEXTS)  # not where 4 is part of a longer piece
+    assert report.documents == len(TEXTS) - report.skipped
 
 
 PEAKS = """

@@ -189,8 +189,9 @@ def test_a_kill_between_the_last_renames(options: PreprocessOptions, tmp_path: P
     flags = [options.inputs[0], options.output_prefix]
     assert subprocess.run([sys.executable, str(program), *flags], check=False).returncode == -signal.SIGKILL
     assert "data.idx does not exist" in refused(IndexedSource, options.output_prefix)
-    preprocess(replace(options, resume=True, overwrite=True))
+    preprocess(replace(options, resume=True))
     assert dataset(options) == wanted
+    assert not parts(options).exists()
 
 
 def signalled(options: PreprocessOptions, send: Callable[[subprocess.Popen[str]], None]) -> tuple[int, str, str]:

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from megatron_ext.data.indexed import dtype_of
 from megatron_ext.data.preprocess.shards import FileShard, Shard, write_texts
 from megatron_ext.data.text.chat import ChatError, ChatTemplate, Spans
-from megatron_ext.data.text.documents import BLOCK, MAX_DOCUMENT_BYTES, Document, Fields, stop
+from megatron_ext.data.text.documents import BLOCK, MAX_DOCUMENT_BYTES, Document, Fields, Refuse, stop
 from megatron_ext.data.text.fast import PACKAGE
-from megatron_ext.data.text.tokenizer import Tokenizer
+from megatron_ext.data.text.tokenizer import RefusedTextError, Tokenizer
 from megatron_ext.errors import UserError, optional_module
 from megatron_ext.files.atomic import atomic_write
 from megatron_ext.files.reading import JsonObject
@@ -150,7 +150,8 @@ class Encoder:
             append_eod = append_eod is not False
         else:
             encoder = "tokenizers"  # which gives the offsets
-            self.fields = replace(self.fields, chat=ChatTemplate.of(options.tokenizer))
+            chat = ChatTemplate.of(options.tokenizer, eod_token=options.eod_token, bos_token=options.bos_token)
+            self.fields = replace(self.fields, chat=chat)
         self.tokenizer = Tokenizer(options.tokenizer, options.eod_token, options.bos_token, encoder)
         self.eod_id = self.tokenizer.eod_id if append_eod else None
         self.bos_id = self.tokenizer.bos_id if options.prepend_bos else None
@@ -188,8 +189,13 @@ class Encoder:
             "source_field": options.source_field,
         }
 
-    def write_tokens(self, documents: Iterator[Document], file: BinaryIO, report: Report) -> dict[str, np.ndarray]:
-        """Write the token ids of documents, count what is written and omitted, and return the part's other arrays."""
+    def write_tokens(
+        self, documents: Iterator[Document], file: BinaryIO, report: Report, refuse: Refuse = stop
+    ) -> dict[str, np.ndarray]:
+        """Write the token ids of documents, count what is written and omitted, and return the part's other arrays.
+
+        `refuse` is called with a line of text for each document that the tokenizer refuses.
+        """
         # 4 bytes per number; a list needs 36
         lengths = array("i")
         counts = array("i")
@@ -200,7 +206,11 @@ class Encoder:
             if self.tokenizer.fast is not None and number in COMPARED_DOCUMENTS:
                 self._compare(document, number)
             report.json_in_json += document.json_in_json
-            sequences, mask = self._encode(document)
+            try:
+                sequences, mask = self._encode(document)
+            except RefusedTextError as error:
+                refuse(f"{document.source}: {error}")
+                continue
             if not self._accept(sequences, mask, report):
                 continue
             ids = np.concatenate(sequences)
@@ -288,7 +298,7 @@ def make_part(part: Path, options: PreprocessOptions, shard: Shard) -> None:
             arrays, report.empty = write_texts(shard.read(options.fields, refuse), file)
         else:
             worker_encoder = encoder(options)
-            arrays = worker_encoder.write_tokens(shard.read(worker_encoder.fields, refuse), file, report)
+            arrays = worker_encoder.write_tokens(shard.read(worker_encoder.fields, refuse), file, report, refuse)
     finish_part(part, arrays, report, options.max_document_bytes)
 
 

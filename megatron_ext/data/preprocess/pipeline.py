@@ -18,13 +18,12 @@ import hashlib
 import logging
 import multiprocessing
 import os
-import shutil
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NoReturn
@@ -36,6 +35,7 @@ from megatron_ext.arrays import Int64
 from megatron_ext.data.indexed import (
     MASK,
     SOURCES,
+    WEIGHTS,
     document_lengths,
     join_arrays,
     read_metadata,
@@ -73,6 +73,7 @@ def preprocess(options: PreprocessOptions) -> Report:
                 )
     sources = [{"path": str(file.path), "bytes": file.size, "mtime_ns": file.mtime_ns} for file in files]
     inputs = {**encoder.settings(), "max_document_bytes": options.max_document_bytes, "sources": sources}
+    _check_apart(prefix, files)
     state = "exists"
     if options.resume and all(Path(prefix + suffix).is_file() for suffix in suffixes(inputs)):
         earlier = read_metadata(prefix)
@@ -80,13 +81,31 @@ def preprocess(options: PreprocessOptions) -> Report:
         if not changed:  # a job restarted after completion must not repeat the work
             return Report(**{name: earlier[name] for name in asdict(Report()) if name in earlier})
         state = f"is complete, and was made with other {', '.join(changed)}"
-    if not options.overwrite:
+    # the files of a complete run are being renamed, .idx last
+    publishing = options.resume and not Path(f"{prefix}.idx").exists() and (_parts(prefix) / LOCK_FILE).exists()
+    if not (options.overwrite or publishing):
         for suffix in (".bin", ".idx", ".json", MASK, SOURCES):
             path = Path(prefix + suffix)
             if path.exists():
                 raise UserError(f"output_prefix: {path} {state}; pass --overwrite or another --output-prefix")
+    if Path(prefix + WEIGHTS).exists():
+        raise UserError(
+            f"output_prefix: {prefix + WEIGHTS} has weights of other tokens; remove it, or pass another one"
+        )
     with work_folder(prefix, resume=options.resume, overwrite=options.overwrite) as folder:
         return _make(options, encoder, files, folder, inputs)
+
+
+def _parts(prefix: str) -> Path:
+    return Path(f"{prefix}.parts")
+
+
+def _check_apart(prefix: str, files: Sequence[FileRange]) -> None:
+    """Raise UserError if an input would be replaced by the output."""
+    written = {Path(prefix + suffix).resolve() for suffix in (".bin", ".idx", ".json", MASK, SOURCES)}
+    for file in files:
+        if file.path.resolve() in written:
+            raise UserError(f"output_prefix: got {prefix}, which would replace the input {file.path}; pass another one")
 
 
 def _make(
@@ -147,10 +166,21 @@ def _make(
 @contextmanager
 def work_folder(prefix: str, *, resume: bool, overwrite: bool) -> Iterator[Path]:
     """Yield the folder PREFIX.parts, locked, and remove it at the end; after an exception finished parts are kept."""
-    folder = Path(f"{prefix}.parts")
+    folder = _parts(prefix)
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()) and not (folder / LOCK_FILE).exists():
         raise UserError(f"{folder}: the folder is for unfinished work and has other files; change the prefix")
+    try:
+        with _locked(folder, resume=resume, overwrite=overwrite):
+            yield folder
+    finally:
+        with suppress(OSError):  # parts are kept
+            folder.rmdir()  # after the lock, because NFS keeps an open file that is removed
+
+
+@contextmanager
+def _locked(folder: Path, *, resume: bool, overwrite: bool) -> Iterator[None]:
+    """Lock the folder of parts; remove its files, unless an exception leaves finished parts."""
     with lock(folder, "output_prefix"):
         if any(folder.glob("*.npz")) and not (resume or overwrite):
             raise UserError(
@@ -160,19 +190,27 @@ def work_folder(prefix: str, *, resume: bool, overwrite: bool) -> Iterator[Path]
             if path.name != LOCK_FILE and not resume:
                 path.unlink()
         try:
-            yield folder
+            yield
         except BaseException as error:
             for path in folder.glob("dataset.*"):
                 path.unlink()
             finished = len(list(folder.glob("*.npz")))
             if not finished:
-                shutil.rmtree(folder)
+                _empty(folder)
             if isinstance(error, OSError) and error.errno in DISK_FULL:  # a failed write does not name its file
                 error.filename = error.filename or str(folder)
             elif isinstance(error, UserError) and finished:
                 raise UserError(f"{error}; {finished} finished parts are kept, --resume continues from them") from None
             raise
-        shutil.rmtree(folder)
+        _empty(folder)
+
+
+def _empty(folder: Path) -> None:
+    """Remove the files of a folder, its lock last: without it a folder with files is not taken for one of parts."""
+    for path in folder.iterdir():
+        if path.name != LOCK_FILE:
+            path.unlink()
+    (folder / LOCK_FILE).unlink()
 
 
 def length_table(lengths: Int64) -> list[JsonObject]:

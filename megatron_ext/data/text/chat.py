@@ -53,23 +53,37 @@ class ChatTemplate:
     tool_source: str | None = None
 
     @classmethod
-    def of(cls, tokenizer: str | os.PathLike[str]) -> "ChatTemplate":
+    def of(
+        cls,
+        tokenizer: str | os.PathLike[str],
+        *,
+        option: str = "messages_field",
+        eod_token: str | None = None,
+        bos_token: str | None = None,
+    ) -> "ChatTemplate":
         """Read the template from a Hugging Face tokenizer's folder.
 
-        Raises UserError for no template, one that uses the date, or if transformers is missing.
+        Args:
+            tokenizer: the folder.
+            option: what needs the template; for a data set, "messages_field", it must not use the date.
+            eod_token, bos_token: as for `Tokenizer`; special in addition to the tokenizer's own.
+
+        Raises UserError for no template, one that must not use the date, or if transformers is missing.
         """
-        opened = Tokenizer(tokenizer)
+        opened = Tokenizer(tokenizer, eod_token, bos_token)
         file = opened.file
         if file.name != HF_FILE:
-            raise UserError(f"messages_field: {file} has no chat template; needs a folder with {HF_FILE} and one")
+            raise UserError(f"{option}: {file} has no chat template; needs a folder with {HF_FILE} and one")
         sources = _read_sources(file)
         if not isinstance(sources.get("default"), str):
             raise UserError(
-                f"messages_field: {file.parent} has no chat template; put {TEMPLATE_FILE} there, or chat_template into "
+                f"{option}: {file.parent} has no chat template; put {TEMPLATE_FILE} there, or chat_template into "
                 f"its {HF_CONFIG}"
             )
         # A data set must depend only on its inputs.
-        if any("strftime_now" in sources.get(name, "") for name in ("default", TOOL_USE)):
+        if option == "messages_field" and any(
+            "strftime_now" in sources.get(name, "") for name in ("default", TOOL_USE)
+        ):
             raise UserError(
                 f"messages_field: the chat template of {file.parent} asks for today's date (strftime_now), so the "
                 "dataset would depend on the day; write a fixed date into the template"
@@ -181,8 +195,9 @@ class ChatTemplate:
         start = len(before)
         if not prompted:  # a heading such as "Assistant:" may precede the message
             beginning = _texts(messages[turn])[0].strip()
-            start = up_to_it.find(beginning, start)
-            if start < 0 or not beginning:
+            place = self._place(messages[: turn + 1], tools) if beginning else -1
+            start = up_to_it.find(beginning, max(place, 0))
+            if place < 0 or start < 0 or up_to_it[place:start].strip():
                 raise ChatError(
                     f"message {turn + 1}: the chat template has no generation prompt and does not spell the message as "
                     "it is, so the assistant's tokens cannot be found; mark them in the template by {% generation %}"
@@ -192,6 +207,15 @@ class ChatTemplate:
         if blank is not None:
             return start, blank.start(1)
         return start, len(up_to_it)
+
+    def _place(self, messages: Messages, tools: Any) -> int:
+        """Return where the template writes the text of the last message, by rendering a probe; -1 if nowhere."""
+        *earlier, last = messages
+        probe = f"\ue000{len(earlier)}\ue001"
+        content: Any = probe
+        if isinstance(last["content"], list):
+            content = [{**last["content"][0], "text": probe}, *last["content"][1:]]
+        return self._render([*earlier, {**last, "content": content}], tools)[0].find(probe)
 
     def _before(self, messages: Messages, tools: Any) -> tuple[str, bool]:
         """Render what precedes an assistant's turn, and return whether it ends with a generation prompt."""

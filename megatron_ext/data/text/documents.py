@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -72,9 +73,8 @@ def find_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
     pattern with *, ** or ? for its matches, with folders as above. A .json file counts if it holds lines, not one
     value. A warning names files that are omitted. Raises UserError for no such file, or a path given twice.
     """
-    resolved = [Path(path).resolve() for path in paths]
-    for path in resolved:
-        if resolved.count(path) > 1:
+    for path, count in Counter(Path(path).resolve() for path in paths).items():
+        if count > 1:
             raise UserError(f"input: got {path} twice, whose documents would be read once; leave one of them out")
     files: dict[Path, Path] = {}  # by resolved path, because several paths and links may lead to a file
     omitted: list[Path] = []
@@ -330,6 +330,7 @@ def read_range(file: FileRange, fields: Fields, refuse: Refuse) -> Iterator[Docu
 
 def _items(file: FileRange, fields: Fields) -> Iterator[tuple[int, bytes | JsonObject | Exception]]:
     """Yield the numbers and contents of a .txt file, of lines counted from the start of the range, or of rows."""
+    limit = fields.limit + len(codecs.BOM_UTF8)  # which may precede the first one
     if file.ending == ".parquet":
         for number, row in read_rows(file, fields.columns, fields.optional_columns):
             if fields.chat is not None and isinstance(row, dict):
@@ -337,10 +338,10 @@ def _items(file: FileRange, fields: Fields) -> Iterator[tuple[int, bytes | JsonO
             yield number, row
     elif file.ending == ".txt":
         with file.path.open("rb") as text:
-            yield 1, text.read(fields.limit + 1).removeprefix(codecs.BOM_UTF8)  # enough to detect that it is too long
+            yield 1, text.read(limit + 1).removeprefix(codecs.BOM_UTF8)  # enough to detect that it is too long
     else:
         with open_lines(file) as lines:
-            for number, line in enumerate(read_lines(lines, file.start, file.end, fields.limit), start=1):
+            for number, line in enumerate(read_lines(lines, file.start, file.end, limit), start=1):
                 if number == 1 and not file.start:
                     line = line.removeprefix(codecs.BOM_UTF8)
                 yield number, line

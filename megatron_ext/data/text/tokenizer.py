@@ -37,6 +37,7 @@ from megatron_ext.files.reading import JsonObject, read_object
 logger = logging.getLogger(__name__)
 HF_FILE = "tokenizer.json"
 HF_CONFIG = "tokenizer_config.json"
+_OLD_CONFIGS = ("added_tokens.json", "special_tokens_map.json")
 BYTES = "bytes"
 END_OF_TEXT = "<|endoftext|>"
 KNOWN_EOD_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>")
@@ -46,6 +47,10 @@ BYTES_AND_EOD = len(BYTE_TOKENS)
 ENCODERS = ("auto", PACKAGE, "tokenizers")
 SLOW_ENCODER = f"tokenizers {tokenizers.__version__}"
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class RefusedTextError(UserError):
+    """A text that would hold a special token."""
 
 
 class Tokenizer:
@@ -117,10 +122,12 @@ class Tokenizer:
         self.special = {number: token.content for number, token in added.items() if token.special}
         border_ids = self._border_ids()
         self.special |= {number: str(library.id_to_token(number)) for number in border_ids}
+        if (
+            added != tokens_in_file
+        ):  # before the tokens at documents' borders are special: they are settings of the data
+            content += json.dumps(json.loads(library.to_str())["added_tokens"]).encode()
         library.add_special_tokens([added[number] for number in border_ids & added.keys()])
         description = json.loads(library.to_str())
-        if added != tokens_in_file:
-            content += json.dumps(description["added_tokens"]).encode()
         self.fingerprint = hashlib.sha256(content).hexdigest()
         vocabulary = library.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
@@ -215,7 +222,7 @@ class Tokenizer:
         return f"{self.encoder} gives {fast_ids} and tokenizers {ids} for {text!r}"
 
     def _refuse(self, text: str, token: int) -> NoReturn:
-        raise UserError(
+        raise RefusedTextError(
             f"text: {text[:80]!r} would hold the special token {self.decode([token])!r} of {self.file}; change the "
             "text, or pass another --eod-token"
         )
@@ -417,15 +424,18 @@ def train_bpe(
 
 
 def check_new_tokenizer(folder: Path, overwrite: bool) -> None:
-    """Raise UserError if `folder` has a tokenizer that must not be overwritten."""
-    if not overwrite and (folder / HF_FILE).exists():
-        raise UserError(f"output: {folder / HF_FILE} exists; pass --overwrite or another folder")
+    """Raise UserError if `folder` has a tokenizer, or settings of one, that must not be overwritten."""
+    for name in (HF_FILE, HF_CONFIG, *_OLD_CONFIGS):
+        if not overwrite and (folder / name).exists():
+            raise UserError(f"output: {folder / name} exists; pass --overwrite or another folder")
 
 
 def write_tokenizer(tokenizer: tokenizers.Tokenizer, folder: Path, **special: str) -> Tokenizer:
     """Write FOLDER/tokenizer.json and tokenizer_config.json, which names the special tokens, and load them."""
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **special, "clean_up_tokenization_spaces": False}
     folder.mkdir(parents=True, exist_ok=True)
+    for name in _OLD_CONFIGS:  # would add tokens
+        (folder / name).unlink(missing_ok=True)
     for name, text in ((HF_CONFIG, json.dumps(config, indent=2)), (HF_FILE, tokenizer.to_str(pretty=True))):
         with atomic_write(folder / name) as partial:
             partial.write_text(text + "\n", encoding="utf-8")

@@ -82,6 +82,8 @@ def test_templates_without_a_generation_prompt() -> None:
     assert said(HEADED, messages) == [f"yes{END}", f"yes, yes {END}"]
     assert said(LLAMA, messages) == [f"yes {END}", f"yes, yes  {END}"]
     assert said(HEADED, [SAY, ASK, SAY]) == [f"yes{END}"] * 2
+    for answer in ("a", "is", "s"):  # in the heading, and in the end token
+        assert said(HEADED, [ASK, {"role": "assistant", "content": answer}]) == [f"{answer}{END}"]
 
 
 def test_a_template_with_tools_and_calls() -> None:
@@ -227,6 +229,13 @@ def test_bad_conversations_are_named_and_unanswered_ones_counted(options: Prepro
     put_chats(file, [[ASK, SAY]], field="chat")
     assert "see --messages-field" in refused(preprocess, replace(options, overwrite=True))
     assert preprocess(replace(options, overwrite=True, messages_field="chat")).documents == 1
+
+
+def test_a_message_cannot_end_its_document(options: PreprocessOptions) -> None:
+    """A token that the flags make special is refused in messages like the tokenizer's own."""
+    put_chats(Path(options.inputs[0]), [[ASK, SAY], [{"role": "user", "content": "a x b"}, SAY]])
+    made = replace(options, eod_token="x", append_eod=True)
+    assert "chats.jsonl:2: message 1 spells the special token 'x'" in refused(preprocess, made)
 
 
 def test_a_map_of_a_table_is_an_object_of_a_line(options: PreprocessOptions, tmp_path: Path) -> None:

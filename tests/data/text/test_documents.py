@@ -73,6 +73,10 @@ def test_bad_text_files_are_named(tmp_path: Path) -> None:
     for name, content, item in (
         ("b.txt", "x" * 81, f"{tmp_path}/b.txt: longer than --max-document-bytes 80"),
         ("b.txt", "x" * 80, "x" * 80),
+        ("b.txt", "\ufeff" + "x" * 81, f"{tmp_path}/b.txt: longer than --max-document-bytes 80"),
+        ("b.txt", "\ufeff" + "x" * 80, "x" * 80),
+        ("a.jsonl", '\ufeff{"text": "%s"}' % ("x" * 68), "x" * 68),
+        ("a.jsonl", '\ufeff{"text": "%s"}' % ("x" * 69), f"{tmp_path}/a.jsonl:1: longer than --max-document-bytes 80"),
         ("a.jsonl", "", f"{tmp_path}/a.jsonl: the file is empty"),
     ):
         assert items([FileRange.of(put(tmp_path / name, content))], Fields(limit=80)) == [item]

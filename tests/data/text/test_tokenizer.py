@@ -21,6 +21,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from megatron_ext.data.text.chat import ChatTemplate
 from megatron_ext.data.text.tokenizer import END_OF_TEXT, TextStream, Tokenizer, token_texts, train_bpe
 from megatron_ext.errors import UserError
+from tests.chats import put_wide_tokenizer
 from tests.conftest import refused
 
 TEXTS = [f"def function_{i}(value):\n    return value + {i}\n" for i in range(200)] + ["naïve 😀"]
@@ -249,6 +250,20 @@ def test_other_files_are_refused_with_the_command_that_converts_them(tmp_path: P
     (tmp_path / "tokenizer.model").write_bytes(b"AA== 0\n")
     for path in (tmp_path, tmp_path / "tokenizer.model", tmp_path / "missing"):
         assert "convert_tokenizer.py makes one" in refused(Tokenizer, path)
+
+
+def test_settings_of_another_tokenizer_are_not_replaced(tmp_path: Path) -> None:
+    """Or only if that is wanted, and then all of them: old ones add tokens."""
+    for name in ("special_tokens_map.json", "added_tokens.json", "tokenizer_config.json"):  # in the reverse order
+        (tmp_path / name).write_text('{"<old>": 300}')
+        assert f"{name} exists; pass --overwrite" in refused(train_bpe, TEXTS, 300, tmp_path)
+    trained = train_bpe(TEXTS, 300, tmp_path, overwrite=True)
+    assert set(trained.special.values()) == {END_OF_TEXT}
+
+
+def test_tokens_at_borders_do_not_change_which_tokenizer_it_is(tmp_path: Path) -> None:
+    folder = put_wide_tokenizer(tmp_path)
+    assert Tokenizer(folder, eod_token="<tool>").fingerprint == Tokenizer(folder).fingerprint
 
 
 def test_training_refusals(folder: Path, tmp_path: Path) -> None:
