@@ -77,6 +77,9 @@ def check(options: argparse.Namespace) -> None:
     """
     if options.output is not None:
         check_new(options.output / f"{options.command}.json", options.overwrite)
+        options.output.mkdir(parents=True, exist_ok=True)  # an error now, and not after hours
+    if options.command == "perplexity" and options.bos and options.data_path is not None:
+        raise UserError("bos: got --bos with --data-path, whose documents are read as they are; leave --bos out")
     if options.command == "perplexity" and (options.input is None) == (options.data_path is None):
         raise UserError("input, data_path: needs one of the two; give --input FILES or --data-path PREFIX")
 
@@ -89,13 +92,15 @@ def main(argv: list[str]) -> int:
     read_launch()
     check(options)
     processes = parse_processes(flags)
-    from megatron_ext.evaluation.report import write_record  # these imports take seconds
+    from megatron_ext.evaluation.report import markdown, write_record  # these imports take seconds
     from megatron_ext.inference.evaluate import evaluate_models
 
     kind = {"perplexity": PerplexityOptions, "lm-eval": LmEvalOptions}[options.command]
     record, items = evaluate_models(kind.of(options), processes)
     if first:
-        print(write_record(record, items, options.output), end="")
+        print(markdown(record), end="", flush=True)
+        if options.output is not None:
+            write_record(record, items, options.output)
     return 0
 
 

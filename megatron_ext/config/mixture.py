@@ -181,7 +181,7 @@ def split_documents(documents: int, split: str) -> tuple[range, range, range]:
         )
     borders = [0]
     for number, share in enumerate(shares, start=1):
-        nearest = math.floor(documents * sum(shares[:number]) / sum(shares) + Fraction(1, 2))
+        nearest = round(documents * sum(shares[:number]) / sum(shares))  # halves to the even number, as there
         following = sum(later > 0 for later in shares[number:])  # they, like this one, get at least one document
         border = borders[-1]
         if share > 0:

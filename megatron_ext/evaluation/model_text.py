@@ -38,11 +38,12 @@ class ModelText:
     ) -> "ModelText":
         """Open the tokenizer in a model's folder, or the one that the folder names, or another `tokenizer`.
 
-        With `bos` texts begin with the `bos_token_id` of the model's configuration; with `chat` the tokenizer's chat
-        template is used. `eod_token` replaces the tokenizer's own end-of-document token.
+        With `bos` texts begin with the `bos_token_id` of a Hugging Face configuration, or with the BOS of the tokenizer
+        of a run; with `chat` the tokenizer's chat template is used. `eod_token` replaces the tokenizer's own
+        end-of-document token.
 
         Raises:
-            UserError: no tokenizer, no `bos_token_id`, or no chat template.
+            UserError: no tokenizer, no BOS, or no chat template.
         """
         name = tokenizer or pretrained.tokenizer
         if name is None and pretrained.checkpoint is None and has_tokenizer(pretrained.folder):
@@ -57,11 +58,15 @@ class ModelText:
             over = read_object(pretrained.folder / "generation_config.json", "is no JSON object; correct or remove it")
             config = read_config(pretrained.folder)
             config |= {key: value for key, value in (over or {}).items() if value is not None}
-        begin = config.get("bos_token_id")
-        if bos and not isinstance(begin, int):
-            raise UserError(f"bos: {pretrained.folder} names no bos_token_id; leave --bos out")
-        if not bos:
-            begin = None
+        begin = None
+        if bos and chat:
+            raise UserError("bos: got --bos with --chat, whose template spells BOS; leave --bos out")
+        if bos:
+            begin = config.get("bos_token_id")
+            if pretrained.checkpoint is not None:
+                begin = opened.bos_id
+            if not isinstance(begin, int):
+                raise UserError(f"bos: {pretrained.folder} names no bos_token_id; leave --bos out")
         ends = config.get("eos_token_id")  # one token, several, or none
         if not isinstance(ends, list):
             ends = [ends]
@@ -75,7 +80,7 @@ class ModelText:
                 raise  # the user's token is wrong; a tokenizer without an end token is fine
         template = None
         if chat:
-            template = ChatTemplate.of(name)
+            template = ChatTemplate.of(name, option="chat")
             try:
                 if template.turn_end:
                     stop.add(opened.encode_spelled(template.turn_end)[0][-1])
@@ -103,8 +108,13 @@ class ModelText:
             )
         return tokens
 
-    def answer(self, prompt: Sequence[int], tokens: Sequence[int]) -> str:
-        """Decode a generated answer as a continuation of its prompt, without the token that ended it."""
+    def answer(self, prompt: Sequence[int], tokens: Sequence[int], *, special: bool = True) -> str:
+        """Decode a generated answer as a continuation of its prompt, without the token that ended it.
+
+        Without `special` all special tokens are left out.
+        """
         if tokens and tokens[-1] in self.stop:
             tokens = tokens[:-1]
+        if not special:
+            tokens = [token for token in tokens if token not in self.tokenizer.special]
         return self.tokenizer.continuation(prompt, tokens)

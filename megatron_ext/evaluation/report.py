@@ -10,6 +10,7 @@ A record is JSON:
 """
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,22 +68,29 @@ def compare(
             yield entry | difference(scores, second_scores[key], (weights or {}).get(key))
 
 
-def write_record(record: Record, items: Mapping[str, Iterable[Record]], folder: Path | None) -> str:
-    """Write the record, its tables and all answers to a folder, if given; return the tables."""
-    text = markdown(record)
-    if folder is None:
-        return text
-    folder.mkdir(parents=True, exist_ok=True)
-    contents = {".md": text, ".json": json.dumps(record, indent=2) + "\n"}
+def write_record(record: Record, items: Mapping[str, Iterable[Record]], folder: Path) -> None:
+    """Write the record, its tables and all answers to a folder; the record last, so that with it all are there."""
+    contents = {}
     if items:
         answers = [{"model": name, **item} for name in items for item in items[name]]
         lines = [json.dumps(answer, ensure_ascii=False, default=str) + "\n" for answer in answers]
         contents[".items.jsonl"] = "".join(lines)
+    contents |= {".md": markdown(record), ".json": json.dumps(_in_json(record), indent=2) + "\n"}
     for ending, content in contents.items():
         with atomic_write(folder / (record["kind"] + ending)) as aside:
             # incomplete characters of answers are written as JSON escapes
             aside.write_text(content, encoding="utf-8", errors="backslashreplace")
-    return text
+
+
+def _in_json(value: Any) -> Any:
+    """Return the value with null for numbers that JSON does not have."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {name: _in_json(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_in_json(entry) for entry in value]
+    return value
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -94,19 +102,24 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in padded)
 
 
+def _shown(value: float | None, sign: str = "") -> str:
+    """Format a number, which is null in a file if it is not a number."""
+    return f"{math.nan if value is None else value:{sign}.4f}"
+
+
 def pivot(results: Iterable[Record], index: Sequence[str], columns: Sequence[str]) -> str:
     """Return a table of values: a row for each combination of `index`, a column for each one of `columns`."""
     cells: dict[tuple[Any, ...], dict[str, str]] = {}
     for result in results:
         row = cells.setdefault(tuple(result.get(name, "") for name in index), {})
-        row[", ".join(str(result[name]) for name in columns if name in result)] = f"{result['value']:.4f}"
+        row[", ".join(str(result[name]) for name in columns if name in result)] = _shown(result["value"])
     heads = list(dict.fromkeys(head for row in cells.values() for head in row))
     return table([*index, *heads], [[*key, *(row.get(head, "") for head in heads)] for key, row in cells.items()])
 
 
 def markdown(record: Record) -> str:
     """Return the tables of a record."""
-    settings = "; ".join(f"{name}: {value}" for name, value in record["settings"].items())
+    settings = "; ".join(f"{name}: {value}" for name, value in record["settings"].items() if value is not None)
     results = [result for result in record["results"] if "position" not in result]
     by_position = [result for result in record["results"] if "position" in result and result["task"] == "all"]
     parts = [f"# {record['kind'].capitalize()}", settings, pivot(results, ("task", "metric"), ("model", "length"))]
@@ -122,8 +135,8 @@ def markdown(record: Record) -> str:
             models = f"{pair['second']} - {pair['first']}"
             interval = "one item"
             if pair["low"] is not None:
-                interval = f"{pair['low']:+.4f} to {pair['high']:+.4f}"
-            value = f"{pair['value']:+.4f}"
+                interval = f"{_shown(pair['low'], '+')} to {_shown(pair['high'], '+')}"
+            value = _shown(pair["value"], "+")
             rows.append([models, pair["task"], pair["metric"], pair.get("length", ""), value, interval])
         parts += [
             "## Differences",

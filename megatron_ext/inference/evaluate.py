@@ -37,6 +37,7 @@ from megatron_ext.rope import dynamic_base
 from megatron_ext.short_context import Chunks, ShortContext, short_chunks
 from megatron_ext.token_weighting.short_pass import chunk_batches
 
+ALL = "all"  # the name of results over all sources
 CHUNK_TOKENS = 1 << 22  # tokens laid out in memory at a time
 Models = Mapping[str, ModelText]
 Options = PerplexityOptions | LmEvalOptions
@@ -132,23 +133,30 @@ def _perplexity(
     documents = list(itertools.islice(read(options, text), options.documents))
     if not documents:
         raise UserError("input: no document is left to score; lower --min-tokens, or give another --input")
-    numbers_by_task = {"all": list(range(len(documents)))}
+    numbers_by_task: dict[str, list[int]] = {}
     for number, document in enumerate(documents):
         numbers_by_task.setdefault(document.source, []).append(number)
+    if ALL in numbers_by_task:
+        raise UserError(f"input: got a source named {ALL!r}, as results over all sources are; give it another name")
+    numbers_by_task = {ALL: list(range(len(documents))), **numbers_by_task}
     streams = list(make_streams(documents, document_mask=options.document_mask))
     results: list[Result] = []
     losses: dict[str, dict[Key, Float64]] = {}
+
+    def losses_of_windows(text: ModelText) -> list[Tensor]:  # a function, after which the model is not kept
+        with open_model(text.pretrained, processes, max(lengths), options.dtype) as model:
+            return [window_losses(model, window, streams, len(documents), options.batch_tokens) for window in windows]
+
     for name, text in models.items():
         losses[name] = {}
-        with open_model(text.pretrained, processes, max(lengths), options.dtype) as model:
-            for window in windows:
-                sums = window_losses(model, window, streams, len(documents), options.batch_tokens)
-                losses[name]["all", "loss", window.length] = sums[0].sum(dim=1).numpy()
-                for task, numbers in numbers_by_task.items():
-                    at = {"model": name, "task": task, "length": window.length}
-                    results += [at | result for result in results_of(sums[:, numbers])]
+        for window, sums in zip(windows, losses_of_windows(text), strict=True):
+            losses[name][ALL, "loss", window.length] = sums[0].sum(dim=1).numpy()
+            for task, numbers in numbers_by_task.items():
+                at = {"model": name, "task": task, "length": window.length}
+                results += [at | result for result in results_of(sums[:, numbers])]
     counts = dict.fromkeys(losses[name], sums[1].sum(dim=1).numpy())  # the same for all models and lengths
-    settings = {
+    recorded = "bos dtype tokenizer min_tokens max_tokens documents_per_source"
+    settings = {name: getattr(options, name) for name in recorded.split()} | {
         "document_mask": options.document_mask,
         "stride": {str(window.length): window.stride for window in windows},
         "documents": len(documents),
@@ -262,6 +270,12 @@ def window_losses(
     return total.cpu()
 
 
+def share_of(lengths: Int64, rank: int, ranks: int) -> Int64:
+    """Return the numbers of a rank's windows, in order; all ranks get windows of about the same lengths."""
+    longest_first = np.argsort(-lengths, kind="stable")
+    return np.sort(longest_first[rank::ranks])
+
+
 def _batches(
     scorer: ChunkScorer, window: ShortContext, streams: Sequence[Stream]
 ) -> Iterator[tuple[Chunks, list[PackedBatch]]]:
@@ -282,7 +296,7 @@ def _batches(
         np.concatenate([getattr(part, name) + first for part, first in zip(windows, borders, strict=False)])
         for name in ("start", "end", "scored")
     )
-    chunks = Chunks(start, end, scored).chosen(np.arange(model.ranks.data, len(start), model.ranks.data_size))
+    chunks = Chunks(start, end, scored).chosen(share_of(end - start, model.ranks.data, model.ranks.data_size))
     if not len(chunks.start):
         return
     masks = model.config.mask_options().at(total, [borders[1:]], total)

@@ -425,4 +425,4 @@ def _chat(options: GenerateOptions, generator: Generator, sampling: Sampling) ->
         except ChatError as error:
             raise UserError(f"chat: {error}; rephrase the message") from None
         answer = _answer_and_print(generator, Prompt(tokens, options.max_new_tokens), sampling)
-        messages.append({"role": "assistant", "content": text.answer(tokens, answer)})
+        messages.append({"role": "assistant", "content": text.answer(tokens, answer, special=False)})

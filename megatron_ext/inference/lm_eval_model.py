@@ -5,6 +5,7 @@ Process 0 runs lm-eval and sends its requests to the others; all processes compu
 
 import itertools
 import json
+import logging
 import random
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +36,7 @@ from megatron_ext.inference.generate import Choice, Generator, Prompt, open_gene
 from megatron_ext.inference.options import LmEvalOptions
 from megatron_ext.inference.sampling import Sampling
 
+logger = logging.getLogger(__name__)
 MAIN = ("acc_norm", "acc", "exact_match", "em", "f1")  # main metrics for comparing models: the first that a task has
 
 
@@ -91,6 +93,7 @@ class TrainedModel(TemplateLM):
         self.requests = requests
         self.max_length = max_length
         self.cut_middle = cut_middle
+        self.cut = 0  # number of prompts that were truncated
         self.text = requests.generator.text
 
     @property
@@ -113,14 +116,18 @@ class TrainedModel(TemplateLM):
         return self.text.encode(string, begin=add_special_tokens is not False)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Render a prompt as lm-eval's `hf` model does: without a generation prompt the last message is continued."""
         template = self.text.template
         assert template is not None
+        render = partial(template.prompt, continued=not add_generation_prompt, may_spell=True)
+        without_system = [message for message in chat_history if message["role"] != "system"]
         try:
-            if add_generation_prompt:
-                return template.prompt(chat_history)
-            return template.render(chat_history)[0]
+            return render(chat_history)
         except ChatError as error:
-            raise UserError(f"chat: a task's messages: {error}; leave --chat out") from None
+            if len(without_system) == len(chat_history):
+                raise UserError(f"chat: a task's messages: {error}; leave --chat out") from None
+        logger.warning("chat: the template takes no system message, so it is left out")
+        return self.apply_chat_template(without_system, add_generation_prompt)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         if self.text.template is None:
@@ -136,11 +143,15 @@ class TrainedModel(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """Score continuations; those with the same context are scored together."""
         groups: dict[tuple[int, ...], list[int]] = {}
+        contexts = []
         continuations = [continuation[-self.max_length :] for _, _, continuation in requests]
         for number, (_, context, _) in enumerate(requests):
-            kept = context[-(self.max_length + 1 - len(continuations[number])) :]
-            groups.setdefault(tuple(kept), []).append(number)
-        choices = [Choice(context, [continuations[n] for n in numbers]) for context, numbers in groups.items()]
+            kept = tuple(context[-(self.max_length + 1 - len(continuations[number])) :])
+            contexts.append(kept)
+            self.cut += len(kept) < len(context)
+            # documents begin with the same single token, which saves nothing, but would be one copy's work for all
+            groups.setdefault(kept if len(kept) > 1 else (number,), []).append(number)
+        choices = [Choice(contexts[numbers[0]], [continuations[n] for n in numbers]) for numbers in groups.values()]
         scores = itertools.chain.from_iterable(self.requests.compute("likelihoods", choices))
         by_number = dict(zip(itertools.chain.from_iterable(groups.values()), scores, strict=True))
         return [by_number[number] for number in range(len(requests))]
@@ -176,12 +187,14 @@ class TrainedModel(TemplateLM):
             for number in numbers:
                 tokens = self.tok_encode(requests[number].args[0])
                 start = 0
+                self.cut += len(tokens) > limit
                 if self.cut_middle and len(tokens) > limit:
                     start = limit // 2
                 tokens = tokens[:start] + tokens[-(limit - start) :]
                 prompts.append(Prompt(tokens or [self.prefix_token_id], new_tokens, tuple(until)))
             for number, tokens in zip(numbers, self.requests.compute("answer", prompts, sampling), strict=True):
-                answers[number] = postprocess_generated_text(self.text.answer([], tokens), until, None)
+                text = self.text.answer([], tokens, special=False)
+                answers[number] = postprocess_generated_text(text, until, None)
         return answers
 
 
@@ -269,9 +282,10 @@ def ask(
         return None
     try:
         tasks = load()
+        model = TrainedModel(requests, max_length, cut_middle=cut_middle)
         with tasks.refusing():
             output: Mapping[str, Any] = lm_eval.simple_evaluate(
-                model=TrainedModel(requests, max_length, cut_middle=cut_middle),
+                model=model,
                 tasks=tasks.names,
                 num_fewshot=shots,
                 samples=None if limit is None else tasks.first(limit),
@@ -284,6 +298,8 @@ def ask(
         requests.finish(str(error))
         raise
     requests.finish()
+    if model.cut:
+        logger.warning("max_length: %d prompts are longer than %d tokens, and were cut", model.cut, max_length)
     return output
 
 
@@ -294,14 +310,14 @@ def evaluate(
     results: list[dict[str, Any]] = []
     items = {}
     samples = {}
+    lengths = {}
     for name, text in models.items():
         length = options.max_length or text.pretrained.length
         if length is None:
             raise UserError(f"max_length: {text.pretrained.folder} does not say its trained length; give --max-length")
-        load = partial(Tasks, options.tasks, text.tokenizer, options.lengths, options.include_path)
-        asked = {name: getattr(options, name) for name in ("shots", "limit", "cut_middle", "chat")}
-        with open_generator(text, processes, length, dtype=options.dtype, slots=options.batch_size) as generator:
-            output = ask(generator, load, length, **asked)
+        lengths[name] = length
+    for name, text in models.items():
+        output = _ask_model(options, processes, text, lengths[name])
         if output is None:
             continue
         model_results = list(results_of(output))
@@ -310,9 +326,20 @@ def evaluate(
         results += [{"model": name, **result} for result in model_results]
         items[name] = items_of(output)
         samples[name] = [{"task": task, **answer} for task, answers in output["samples"].items() for answer in answers]
-    settings = {name: getattr(options, name) for name in ("tasks", "shots", "limit", "lengths", "chat", "cut_middle")}
+    recorded = "tasks shots limit lengths chat cut_middle split_length bos dtype tokenizer"
+    settings = {name: getattr(options, name) for name in recorded.split()} | {"max_length": lengths}
     differences = list(compare(items)) if items else []  # without items except on process 0
     return {"settings": settings, "results": results, "differences": differences}, samples
+
+
+def _ask_model(
+    options: LmEvalOptions, processes: ParallelConfig, text: ModelText, length: int
+) -> Mapping[str, Any] | None:
+    """Run lm-eval on a model, which is not kept; returns as `ask` does. Collective."""
+    load = partial(Tasks, options.tasks, text.tokenizer, options.lengths, options.include_path)
+    asked = {name: getattr(options, name) for name in ("shots", "limit", "cut_middle", "chat")}
+    with open_generator(text, processes, length, dtype=options.dtype, slots=options.batch_size) as generator:
+        return ask(generator, load, length, **asked)
 
 
 def results_of(output: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

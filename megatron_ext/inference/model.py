@@ -1,10 +1,12 @@
 """Load a trained model, and compute the losses of texts in chunks."""
 
+import gc
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from megatron_ext.batch import PackedBatch
@@ -67,6 +69,9 @@ def open_model(
         )
     world_size = read_launch().world_size
     device = platform.choose(processes.device)
+    gc.collect()  # a model that was open before is in reference cycles
+    if device.device.type == "cuda":
+        torch.cuda.empty_cache()
     half = dtype == "bfloat16" or (dtype == "auto" and device.device.type == "cuda")
     config = inference_config(pretrained, processes, length, world_size, bf16=half)
     check(config, world_size, training=False)

@@ -1,7 +1,9 @@
 """Losses by position against a loop; differences of two models with their intervals."""
 
+import json
 import math
 from collections import defaultdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.evaluation.by_position import losses_by_position, mean_loss, sums_by_position
-from megatron_ext.evaluation.report import difference
+from megatron_ext.evaluation.report import difference, markdown, write_record
 
 edges = st.integers(0, 22).flatmap(lambda power: st.sampled_from([2**power - 1, 2**power, 2**power - 2]))
 tokens = st.lists(st.tuples(st.floats(0, 20, width=32), edges.map(lambda p: max(p, 0)), st.booleans()), min_size=1)
@@ -51,6 +53,17 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
         assert interval["value"] == pytest.approx((second - first).sum() / weights.sum())
         held += interval["low"] <= 0.1 <= interval["high"]
     assert 85 <= held <= 99
+
+
+def test_what_is_not_a_number_is_null(tmp_path: Path) -> None:
+    """JSON has no NaN; the tables show it."""
+    result = {"model": "a", "task": "all", "metric": "loss", "value": math.nan, "length": 8}
+    record = {"kind": "perplexity", "settings": {}, "results": [result], "differences": []}
+    write_record(record, {}, tmp_path)
+    read = json.loads((tmp_path / "perplexity.json").read_text(), parse_constant=pytest.fail)
+    assert read["results"][0]["value"] is None
+    assert "nan" in markdown(record)
+    assert markdown(read) == markdown(record)
 
 
 def test_one_item_has_no_interval() -> None:

@@ -2,17 +2,19 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from transformers import LlamaConfig
 
 from megatron_ext.checkpoint.pretrained import Pretrained
-from megatron_ext.data.text.tokenizer import train_bpe
+from megatron_ext.data.text.tokenizer import Tokenizer, train_bpe
 from megatron_ext.errors import UserError
 from megatron_ext.evaluation.model_text import ModelText
-from tests.chats import put_tokenizer
+from tests.chats import END, PLAIN, START, put_tokenizer
 from tests.checkpoint.models import SIZES
+from tests.conftest import refused
 
 
 @pytest.fixture
@@ -41,6 +43,24 @@ def test_texts_begin_with_the_models_own_token_with_bos(folder: Path) -> None:
     plain = ModelText.of(pretrained)
     begun = ModelText.of(pretrained, bos=True)
     assert begun.encode("some text") == [7, *plain.encode("some text")]
+    chat = put_tokenizer(folder / "chat", PLAIN)
+    assert "whose template spells BOS" in refused(ModelText.of, pretrained, str(chat), bos=True, chat=True)
+
+
+def test_texts_of_a_run_begin_with_the_bos_of_its_tokenizer(tmp_path: Path) -> None:
+    """As in documents that tools/preprocess_data.py --prepend-bos writes."""
+    folder = put_tokenizer(tmp_path, None)
+    run: Any = SimpleNamespace(folder=tmp_path, tokenizer=str(folder), checkpoint=object(), vocab_size=320)
+    bos = Tokenizer(folder).bos_id
+    assert ModelText.of(run, bos=True).encode("the") == [bos, *ModelText.of(run).encode("the")]
+
+
+def test_special_tokens_are_left_out_of_answers(folder: Path) -> None:
+    tokenizer = put_tokenizer(folder / "chat", None)
+    text = ModelText.of(Pretrained.find(folder), str(tokenizer))
+    tokens = text.tokenizer.encode_spelled(f"the{START} window{END}")[0]
+    assert text.answer([], tokens) == f"the{START} window"
+    assert text.answer([], tokens, special=False) == "the window"
 
 
 def test_damaged_files_are_refused(folder: Path) -> None:

@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from megatron_ext.data.indexed import IndexedSource
+from megatron_ext.inference.evaluate import share_of
 from tests.checkpoint.models import write_model
 from tests.conftest import SmallData
 from tests.launcher import Commands
-from tests.runs import CONFIG
+from tests.runs import CONFIG, refusal
 
 TOOL = "tools/evaluate.py"
 # long, short and middling documents
@@ -137,6 +138,30 @@ def test_a_share_of_a_source_is_spread_over_it(alone: Commands, tmp_path: Path) 
         chosen = settings["tokens"] - 3 * 21  # an end token each
         thirds = [sum(chosen >> number & 1 for number in part) for part in (range(3), range(3, 6), range(6, 9))]
         assert thirds == [1, 1, 1]
+
+
+@pytest.mark.parametrize("lengths", [[8192, 807] * 100, [8192, 5904] * 100, [16384, 16384, 230] * 50])
+def test_processes_get_as_many_tokens(lengths: list[int]) -> None:
+    windows = np.array(lengths)
+    for ranks in (2, 3, 4):
+        shares = [share_of(windows, rank, ranks) for rank in range(ranks)]
+        assert sorted(np.concatenate(shares)) == list(range(len(windows)))
+        tokens = [windows[share].sum() for share in shares]
+        assert max(tokens) - min(tokens) <= max(lengths)
+
+
+def test_what_would_be_lost_or_wrong_is_refused_at_once(alone: Commands, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", "llama")
+    file = tmp_path / "texts.jsonl"
+    file.write_text(json.dumps({"text": "The window grows.", "domain": "all"}) + "\n")
+    common = [TOOL, "perplexity", model, "--tokenizer", "bytes"]
+    for flags, text in (
+        (["--input", file, "--source-key", "domain"], "got a source named 'all'"),
+        (["--input", file, "--output", file], "texts.jsonl"),
+        (["--data-path", tmp_path / "data", "--bos"], "bos: got --bos with --data-path"),
+    ):
+        (done,) = alone.attempt(*common, *flags)
+        assert text in refusal(done)
 
 
 def test_two_processes_find_what_a_plain_loop_finds(tmp_path: Path) -> None:

@@ -157,7 +157,9 @@ def test_long_prompts_lose_their_middle() -> None:
         sent.extend(prompt.tokens for prompt in prompts)
         return [[] for _ in prompts]
 
-    text = SimpleNamespace(template=None, encode=lambda string, begin: list(range(int(string))), answer=lambda *_: "")
+    text = SimpleNamespace(
+        template=None, encode=lambda string, begin: list(range(int(string))), answer=lambda *_, special: ""
+    )
     requests = [SimpleNamespace(args=(length, {"max_gen_toks": 3, "until": []})) for length in ("4", "7", "20")]
     for cut_middle in (False, True):
         sender = SimpleNamespace(compute=compute, generator=SimpleNamespace(text=text))
@@ -172,9 +174,13 @@ def test_messages_that_a_chat_template_refuses_are_one_line() -> None:
     model: Any = TrainedModel.__new__(TrainedModel)
     model.text = SimpleNamespace(template=ChatTemplate("{{ raise_exception('begin with a user') }}", (), ()))
     for asks in (False, True):
-        message = refused(model.apply_chat_template, [{"role": "system", "content": "Hi"}], asks)
+        message = refused(model.apply_chat_template, [{"role": "user", "content": "Hi"}], asks)
         assert message.startswith("chat: "), message
-        assert "begin with a user" in message
+        assert "begin with a user" in message or not asks  # which has no message to continue
+    takes_no_system = "{{ raise_exception('no') if messages[0]['role'] == 'system' else messages[0]['content'] }}"
+    model.text = SimpleNamespace(template=ChatTemplate(takes_no_system, (), ()))
+    chat = [{"role": "system", "content": "Be kind"}, {"role": "user", "content": "Hi"}]
+    assert model.apply_chat_template(chat) == "Hi"
 
 
 def test_an_unknown_task_is_refused(stories_model: Path) -> None:

@@ -118,9 +118,16 @@ class ChatTemplate:
             raise ChatError("the chat template marks nothing as the assistant's by {% generation %}")
         return text, marked
 
-    def prompt(self, messages: Messages, tools: list[JsonObject] | None = None) -> str:
-        """Render a conversation up to the assistant's next turn, with the generation prompt; errors as `render`."""
-        return self._render(self._prepare(messages, tools), tools, prompt=True)[0]
+    def prompt(self, messages: Messages, *, continued: bool = False, may_spell: bool = False) -> str:
+        """Render a conversation up to the assistant's next turn, with the generation prompt; errors as `render`.
+
+        Args:
+            messages: of the conversation.
+            continued: the assistant goes on inside the last message instead.
+            may_spell: messages may spell special tokens, which they then hold.
+        """
+        prepared = self._prepare(messages, None, may_spell=may_spell)
+        return self._render(prepared, None, prompt=not continued, continued=continued)[0]
 
     @cached_property
     def turn_end(self) -> str | None:
@@ -135,9 +142,9 @@ class ChatTemplate:
             return self.source
         return self.tool_source
 
-    def _prepare(self, messages: Messages, tools: Any) -> Messages:
+    def _prepare(self, messages: Messages, tools: Any, *, may_spell: bool = False) -> Messages:
         """Check messages and tools, and return the messages as the template gets them."""
-        _check(messages, tools, self.special)
+        _check(messages, tools, () if may_spell else self.special)
         present = [{name: value for name, value in message.items() if value is not None} for message in messages]
         if not self._spells_parts(present, tools):
             for message in present:
@@ -168,14 +175,17 @@ class ChatTemplate:
             return False
         return all(probe in text for probe in probes)
 
-    def _render(self, messages: Messages, tools: Any, prompt: bool = False) -> tuple[str, Spans]:
+    def _render(
+        self, messages: Messages, tools: Any, prompt: bool = False, continued: bool = False
+    ) -> tuple[str, Spans]:
         try:
             texts, indices = _templates().render_jinja_template(
                 [messages],
                 tools=tools,
                 chat_template=self._source(tools),
-                return_assistant_tokens_mask=MARKED.search(self._source(tools)) is not None,
+                return_assistant_tokens_mask=not continued and MARKED.search(self._source(tools)) is not None,
                 add_generation_prompt=prompt,
+                continue_final_message=continued,
                 **dict(self.variables),
             )
         except Exception as error:  # a template may raise any exception

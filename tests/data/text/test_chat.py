@@ -124,6 +124,16 @@ def test_transformers_renders_the_same(folder: Path, source: str, messages: list
     assert chat_template.prompt(messages[:1]) == wanted
 
 
+@pytest.mark.parametrize("source", [PLAIN, MARKED, HEADED])
+@pytest.mark.parametrize("beginning", ["The number is", "It is: ", END])
+def test_a_begun_answer_is_continued(folder: Path, source: str, beginning: str) -> None:
+    """Without the end of its turn, also if messages spell special tokens, as transformers does."""
+    messages = [{"role": "user", "content": f"a{END}b"}, {"role": "assistant", "content": beginning}]
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, chat_template=source)
+    wanted = tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+    assert template(source).prompt(messages, continued=True, may_spell=True) == wanted
+
+
 @pytest.mark.parametrize("source", [PLAIN, MARKED, HEADED, PLAIN.replace("m['content'] +", "m['content'] ~")])
 def test_parts_are_joined_for_a_template_that_reads_none(source: str) -> None:
     """They are joined even where it would write the list as Python does."""
@@ -327,6 +337,7 @@ def test_unusable_templates_are_refused(tmp_path: Path) -> None:
     assert "bytes has no chat template; needs a folder with tokenizer.json" in refused(ChatTemplate.of, "bytes")
     (folder / "chat_template.jinja").write_text("{{ strftime_now('%d %b %Y') }}" + PLAIN)
     assert "asks for today's date (strftime_now)" in refused(ChatTemplate.of, folder)
+    assert "strftime_now" in ChatTemplate.of(folder, option="chat").source  # of no data set
     (folder / "chat_template.jinja").write_text(PLAIN)
     chat_template = ChatTemplate.of(folder)
     assert chat_template.source == PLAIN
