@@ -34,8 +34,9 @@ def print_stability(folders: list[Path], first: int, end: int) -> None:
     """Print the stability figures of some steps, one line per run (arXiv 2503.15450, Table 9)."""
     from megatron_ext.monitoring.report import load_runs, stability_between
 
+    runs = load_runs(folders)
     print(f"{f'steps {first} to {end - 1}':<32}volatility  smoothness  loss ratio  min(norm, 1)")
-    for run in load_runs(folders):
+    for run in runs:
         figures = stability_between(run, first, end).values()
         print(f"{run.name:<32}" + "".join(f"{figure:>10.4f}  " for figure in figures))
 

@@ -83,15 +83,16 @@ def _are_metrics(values: Iterable[Any]) -> bool:
 
 
 def stage_folders(run: Path) -> list[Path]:
-    """List the stage folders of a run by the recorded time of their first steps; [] for a run without stages."""
+    """List the stage folders of a run by the recorded time of their first steps; [] for a run without stages.
+
+    Stages without a step are left out, unless all are.
+    """
     if (run / METRICS_FILE).is_file():
         return []
-    started = {}
-    for path in run.glob(f"*/{METRICS_FILE}"):
-        began = next(read_metrics(path), {}).get("time")
-        if began is None:
-            began = math.inf
-        started[path.parent] = began
+    first_records = {path.parent: next(read_metrics(path), None) for path in run.glob(f"*/{METRICS_FILE}")}
+    started = {folder: record.get("time", math.inf) for folder, record in first_records.items() if record is not None}
+    if not started:
+        return sorted(first_records)
     return sorted(started, key=lambda folder: (started[folder], folder.name))
 
 

@@ -34,6 +34,7 @@ from megatron_ext.monitoring.metrics import (
     read_by_step,
     read_metrics,
     scalars,
+    stage_folders,
 )
 from megatron_ext.token_weighting.passage import PASSAGE_FILE, Passage
 
@@ -110,6 +111,8 @@ class Run:
     passage: Passage | None  # with its latest token weights; None without token weighting
     history: History
     stages: Mapping[str, int] = field(default_factory=dict)  # the first step of each stage, for joined stages
+    # first steps, and what is recorded of the datasets that are mixed from them on, by name
+    mixtures: Sequence[tuple[int, Mapping[str, Record]]] = ()
 
     def curve(self, key: str) -> Curve:
         """Return a training metric; empty if no step has it."""
@@ -146,6 +149,8 @@ def load_run(folder: Path, name: str | None = None) -> Run:
     passage = None
     if (folder / PASSAGE_FILE).is_file():
         passage = Passage.read(folder)
+    history = read_history(folder)
+    sources = {name: source for start in history.starts for name, source in start.get("sources", {}).items()}
     return Run(
         name=name or folder.resolve().name,
         folder=folder,
@@ -154,7 +159,8 @@ def load_run(folder: Path, name: str | None = None) -> Run:
         validation=validation,
         config=config,
         passage=passage,
-        history=read_history(folder),
+        history=history,
+        mixtures=((0, sources),),
     )
 
 
@@ -187,15 +193,26 @@ def _in_order(curves: Sequence[Curve]) -> Curve:
 
 
 def load_runs(folders: Sequence[Path]) -> list[Run]:
-    """Read several different run folders; each is named by its path from the folder that they have in common."""
+    """Read several different run folders; each is named by its path from the folder that they have in common.
+
+    The stages of a run are joined.
+    """
     if len(folders) == 1:
-        return [load_run(folders[0])]
+        return [load_whole(folders[0])]
     paths = [folder.resolve() for folder in folders]
     for path in paths:
         if paths.count(path) > 1:
             raise UserError(f"runs: got {path} twice, needs different runs; leave one of them out")
     common = os.path.commonpath(paths)
-    return [load_run(path, str(path.relative_to(common))) for path in paths]
+    return [replace(load_whole(path), name=str(path.relative_to(common))) for path in paths]
+
+
+def load_whole(folder: Path) -> Run:
+    """Read a run folder, and join its stages, if it has any; errors as `load_run`."""
+    stages = stage_folders(folder)
+    if not stages:
+        return load_run(folder)
+    return join_stages([load_run(stage) for stage in stages], folder)
 
 
 def join_stages(stages: Sequence[Run], folder: Path) -> Run:
@@ -205,10 +222,12 @@ def join_stages(stages: Sequence[Run], folder: Path) -> Run:
     """
     steps = 0
     marks = {}
+    mixtures: list[tuple[int, Mapping[str, Record]]] = []
     train: dict[str, list[Curve]] = defaultdict(list)
     validation: dict[str, list[Curve]] = defaultdict(list)
     for run in stages:
         marks[run.name] = steps
+        mixtures += [(first + steps, sources) for first, sources in run.mixtures]
         for joined, curves in ((train, run.train), (validation, run.validation)):
             for name, curve in curves.items():
                 joined[name].append(Curve(curve.steps + steps, curve.values))
@@ -224,6 +243,7 @@ def join_stages(stages: Sequence[Run], folder: Path) -> Run:
         config="\n".join(f"# stage {run.name}\n{run.config}" for run in stages),
         history=replace(stages[-1].history, starts=tuple(start for run in stages for start in run.history.starts)),
         stages=marks,
+        mixtures=mixtures,
     )
 
 
@@ -479,25 +499,29 @@ def _losses_by_position(run: Run, number: int, *, with_first: bool) -> list[go.S
 
 
 def _mixture(run: Run) -> Iterator[go.Scatter]:
-    """Draw the share of each dataset in all tokens drawn up to a step, and dashed as requested.
+    """Draw the share of each dataset in all tokens drawn up to a step, and dashed as requested in each stage.
 
-    A row counts as the average tokens of its dataset.
+    A row counts as the average tokens of its dataset. Nothing is drawn without a record of the datasets.
     """
-    sources = {name: source for start in run.history.starts for name, source in start.get("sources", {}).items()}
     drawn = parts(run.train, "source_rows")
-    if not drawn:
+    firsts = [first for first, _ in run.mixtures]
+    tokens_by_name = {}
+    for name, curve in drawn.items():
+        row_tokens = np.array([sources.get(name, {}).get("row_tokens", np.nan) for _, sources in run.mixtures])
+        stage = np.searchsorted(firsts, curve.steps, side="right") - 1
+        tokens_by_name[name] = Curve(curve.steps, np.cumsum(curve.values * row_tokens[stage]))
+    if not drawn or np.isnan([curve.values[-1] for curve in tokens_by_name.values()]).any():
         return
     steps = np.unique(np.concatenate([curve.steps for curve in drawn.values()]))
-    tokens = {
-        name: np.interp(steps, curve.steps, np.cumsum(curve.values) * sources[name]["row_tokens"], left=0)
-        for name, curve in drawn.items()
-    }
-    total = np.sum(list(tokens.values()), axis=0)
-    for number, (name, of_source) in enumerate(tokens.items()):
+    shares = [np.interp(steps, curve.steps, curve.values, left=0) for curve in tokens_by_name.values()]
+    total = np.sum(shares, axis=0)
+    style = {"line_dash": "dash", "line_width": 1, "showlegend": False}
+    for number, (name, of_source) in enumerate(zip(drawn, shares, strict=True)):
         yield _trace(steps, of_source / total, name, number)
-        share = sources[name]["share"]
-        style = {"line_dash": "dash", "line_width": 1, "showlegend": False}
-        yield _trace(steps[[0, -1]], [share, share], f"{name}, requested", number, **style)
+        for (first, sources), end in zip(run.mixtures, [*firsts[1:], steps[-1]], strict=True):
+            if name in sources:
+                share = sources[name]["share"]
+                yield _trace([first, end], [share, share], f"{name}, requested", number, **style)
 
 
 def _shade_windows(figure: go.Figure, windows: Curve) -> None:

@@ -15,8 +15,9 @@ from megatron_ext.checkpoint.history import note_history
 from megatron_ext.errors import UserError
 from megatron_ext.monitoring import report as pages
 from megatron_ext.monitoring.metrics import stage_folders
-from megatron_ext.monitoring.report import charts, load_run, load_runs, stability, table, write_report
+from megatron_ext.monitoring.report import charts, load_run, load_runs, load_whole, stability, table, write_report
 from megatron_ext.token_weighting.passage import Passage
+from tests.launcher import Commands
 from tests.monitoring.records import evaluation_record, step_record, write_passage_file, write_records, write_run
 from tools import report
 
@@ -288,6 +289,40 @@ def test_the_shares_of_a_mixture_are_of_tokens_and_add_up_over_the_run(tmp_path)
     assert list(requested.y) == [0.75, 0.75]
     assert [books.y[0], code.y[0]] == pytest.approx([3000 / 3500, 500 / 3500])
     assert [books.y[-1], code.y[-1]] == pytest.approx([2 / 3, 1 / 3])
+
+
+def test_each_stage_has_its_own_mixture(tmp_path: Path) -> None:
+    """Tokens of a row and requested shares; a run without a history has no chart."""
+    facts = {"host": "h", "devices": "d", "processes": 1, "layout": "TP 1", "command": "c", "parameters": 1}
+    for name, of_books, of_code in (("a", (0.75, 3000.0), (0.25, 1000.0)), ("b", (0.25, 500.0), (0.75, 500.0))):
+        write_records(tmp_path / name, [step_record(step, source_rows={"books": 1, "code": 1}) for step in range(10)])
+        sources = {
+            source: {"share": share, "row_tokens": tokens}
+            for source, (share, tokens) in (("books", of_books), ("code", of_code))
+        }
+        note_history(tmp_path / name, "start", 0, facts | {"sources": sources})
+    books, first, second, *_ = charts([load_whole(tmp_path)])[f"Mixture as drawn by {tmp_path.name}"].data
+    assert [books.y[9], books.y[19]] == pytest.approx([0.75, 35 / 50])
+    assert [(list(line.x), list(line.y)) for line in (first, second)] == [([0, 10], [0.75] * 2), ([10, 19], [0.25] * 2)]
+    (tmp_path / "a" / "history.jsonl").unlink()
+    assert f"Mixture as drawn by {tmp_path.name}" not in charts([load_whole(tmp_path)])
+
+
+def test_stages_that_have_not_begun_are_left_out(alone: Commands, tmp_path: Path) -> None:
+    """And the others are joined where runs are compared."""
+    for name, stages in (("one", {"a": 30, "b": 0}), ("two", {"a": 20, "b": 20})):
+        for stage, steps in stages.items():
+            folder = tmp_path / name / stage
+            if steps:
+                write_run(folder, steps)
+            else:
+                write_records(folder, [])
+    runs = [tmp_path / name for name in ("one", "two")]
+    alone.run("tools/report.py", runs[0])
+    alone.run("tools/report.py", *runs, "--output", tmp_path / "compare.html")
+    (done,) = alone.run("tools/report.py", *runs, "--stability-steps", 0, 30)
+    assert [line.split()[0] for line in done.stdout.splitlines()[1:]] == ["one", "two"]
+    assert [run.steps for run in load_runs(runs)] == [30, 40]
 
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
