@@ -49,6 +49,8 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     source = "--document-ends"
     unread = "--sample --seed --split --tokenizer-model --policies --text"
     if options.policies:
+        if options.data_path is None:
+            parser.error("--policies: needs --data-path PREFIX, whose documents they pack")
         source = "--policies"
         unread = "--sample --text --window --document-mask --context-parallel-size --cp-policy --output"
     elif options.data_path is not None:

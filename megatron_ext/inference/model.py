@@ -95,11 +95,15 @@ def inference_config(
 ) -> Config:
     """Return the configuration of a model that reads texts of up to `length` tokens; it is valid under every layout.
 
-    There is no dataset and no global batch, and nothing is kept for a backward pass.
+    There is no dataset and no global batch, and nothing is kept for a backward pass. Angles that follow the text are
+    those of texts up to the original length.
     """
+    angles = length
+    if follows_text(pretrained.model, pretrained.length or 0):
+        angles = min(length, pretrained.model.rope_original_length or length)
     tensor_size = processes.tensor_model_parallel_size
     unit = tensor_size * processes.context_parallel_size
-    model = replace(pretrained.at(length), hidden_dropout=0.0)
+    model = replace(pretrained.at(angles), hidden_dropout=0.0)
     if model.make_vocab_size_divisible_by % tensor_size:
         model = replace(model, make_vocab_size_divisible_by=model.make_vocab_size_divisible_by * tensor_size)
     return Config(

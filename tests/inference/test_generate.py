@@ -114,14 +114,16 @@ def test_texts_and_likelihoods_are_those_of_transformers_in_small_passes(tmp_pat
 LONGEST = Choice(tokens(30, 1), [tokens(3, 2)])  # the model reads 32 tokens
 
 
-def scored_up_to_the_original_length(rank: int, model: Path) -> list[list[Likelihood]]:
+def scored_up_to_the_original_length(rank: int, model: Path, length: int) -> list[list[Likelihood]]:
     text = SimpleNamespace(pretrained=Pretrained.find(model))
-    with open_generator(text, ParallelConfig(), 32, dtype="auto", slots=1) as generator:
+    with open_generator(text, ParallelConfig(), length, dtype="auto", slots=1) as generator:
         return generator.likelihoods([LONGEST])
 
 
-def test_angles_that_follow_the_text_score_texts_up_to_their_length(tmp_path: Path) -> None:
+@pytest.mark.parametrize("length", [32, 64])
+def test_angles_that_follow_the_text_score_texts_up_to_their_length(tmp_path: Path, length: int) -> None:
+    """Also if the command allows longer ones."""
     model = write_model(tmp_path / "model", "llama-dynamic", max_position_embeddings=32)
-    (((likelihood,),),) = call(scored_up_to_the_original_length, 1, model, group=False)
+    (((likelihood,),),) = call(scored_up_to_the_original_length, 1, model, length, group=False)
     ((score, greedy),) = plain_likelihoods(model, LONGEST)
     assert likelihood == (pytest.approx(score, abs=1e-3), greedy)

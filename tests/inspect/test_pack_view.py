@@ -150,3 +150,9 @@ def test_policies_are_compared(small_data: SmallData, capsys: pytest.CaptureFixt
     assert [kept[name] for name in ("random", "best_fit", "carry_over")] == ["100.0%"] * 3
     assert main([*flags, "--policies", "best"]) == 2
     assert "there is no policy 'best'" in capsys.readouterr().err
+
+
+def test_policies_need_a_dataset(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--document-ends", "3", "10", "--seq-length", "12", "--policies", "-"])
+    assert "--policies: needs --data-path PREFIX" in capsys.readouterr().err

@@ -23,7 +23,7 @@ from megatron_ext.data.rows.order import EpochOrder, draw_order, rows_before
 from megatron_ext.errors import UserError
 
 Piece = tuple[int, int, int]  # document, its first token used, number of tokens
-_PREPARED_AFTER = 0.9  # of the samples of an epoch, the order of the next one is drawn in the background
+_LEAD = 0.1  # share of an epoch's samples before which the order of the next one is drawn, until it is needed
 
 
 class RowDataset:
@@ -62,6 +62,7 @@ class RowDataset:
             raise no_tokens(len(documents))
         self.cache = cache if max(len(documents), self.tokens_per_epoch // row_length) >= LARGE else None
         self._order = lru_cache(EPOCHS_KEPT)(self._open_order)
+        self._last_row_at = lru_cache(EPOCHS_KEPT)(self._find_last_row)
         self._preparation: threading.Thread | None = None
 
     def row(self, sample: int) -> TokenRow:
@@ -102,9 +103,14 @@ class RowDataset:
         first_row = self._first_row(epoch)
         order = self._order(epoch).row_order
         number = sample - first_row
-        if self.prepares and number >= _PREPARED_AFTER * len(order):
+        if self.prepares and number >= self._last_row_at(epoch) - _LEAD * len(order):
             self._prepare(epoch + 1)
         return first_row + int(order[number])
+
+    def _find_last_row(self, epoch: int) -> int:
+        """Return the place among an epoch's samples of its last row, which ends in the next epoch."""
+        order = self._order(epoch).row_order
+        return int(np.flatnonzero(order == len(order) - 1)[0])
 
     def _epoch_of(self, row: int) -> int:
         """Return the epoch in which a row, or a sample, starts."""
