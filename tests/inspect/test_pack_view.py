@@ -153,6 +153,5 @@ def test_policies_are_compared(small_data: SmallData, capsys: pytest.CaptureFixt
 
 
 def test_policies_need_a_dataset(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--document-ends", "3", "10", "--seq-length", "12", "--policies", "-"])
+    assert main(["--document-ends", "3", "10", "--seq-length", "12", "--policies", "-"]) == 2
     assert "--policies: needs --data-path PREFIX" in capsys.readouterr().err
