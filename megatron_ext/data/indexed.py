@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ext.arrays import Int64
+from megatron_ext.arrays import Int64, save_array
 from megatron_ext.cli import program
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import sync
@@ -291,7 +291,7 @@ def write_dataset(
             file.write(numbers.tobytes())
     for suffix, name in ((MASK, "mask"), (SOURCES, "sources")):
         if suffix in partial:
-            np.save(partial[suffix], arrays[name])
+            save_array(partial[suffix], arrays[name])
     partial[".json"].write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
     sync(partial.values())
     for suffix in (".idx", ".json", MASK, SOURCES):  # all of them describe the old data

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_ext.arrays import save_array
 from megatron_ext.files.atomic import atomic_folder
 from megatron_ext.files.lock import try_lock
 from megatron_ext.launch import is_first
@@ -81,7 +82,7 @@ def _write(parent: Path, key: Key, arrays: Arrays) -> None:
         shutil.rmtree(folder, ignore_errors=True)  # damaged arrays
     with atomic_folder(folder, replace=False) as partial:
         for name, array in arrays.items():
-            np.save(partial / f"{name}.npy", array)
+            save_array(partial / f"{name}.npy", array)
         about = {"key": dict(key), "arrays": _shapes(arrays)}
         (partial / _ABOUT).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
 

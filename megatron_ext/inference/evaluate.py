@@ -75,13 +75,13 @@ def evaluate_models(options: Options, processes: ParallelConfig) -> tuple[Result
 def _find_models(options: Options) -> Models:
     """Find the models and their tokenizers, by name, before any is loaded."""
     models: dict[str, ModelText] = {}
+    folders = [path.resolve() for path in options.models]
     for path in options.models:
-        model = Pretrained.find(path)
-        name = path.resolve().name
-        if name in models:
-            name = str(path)
-        if name in models:
+        if folders.count(path.resolve()) > 1:
             raise UserError(f"models: got {path} twice; name each once")
+        model = Pretrained.find(path)
+        names = (path.resolve().name, str(path), str(path.resolve()))
+        name = next(name for name in names if name not in models)
         chat = isinstance(options, LmEvalOptions) and options.chat
         models[name] = ModelText.of(model, options.tokenizer, options.eod_token, bos=options.bos, chat=chat)
     if isinstance(options, PerplexityOptions) and len({text.tokenizer.fingerprint for text in models.values()}) > 1:

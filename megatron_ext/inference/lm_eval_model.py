@@ -251,7 +251,7 @@ class Tasks(TaskManager):
             yield
         except UserError:
             raise
-        except (OSError, ValueError, KeyError, ImportError) as error:
+        except (OSError, ValueError, KeyError, ImportError, AssertionError) as error:
             raise UserError(
                 f"lm-eval: {', '.join(self.names)} cannot be run ({first_line(error)[:200]}); `lm-eval ls tasks` "
                 "lists the tasks; offline, their data must be in Hugging Face's cache or in files of the include path"

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_ext.arrays import Int64
+from megatron_ext.arrays import Int64, save_array
 from megatron_ext.cli import program
 from megatron_ext.data.indexed import Documents, IndexedSource
 from megatron_ext.data.kept import LARGE, kept_arrays
@@ -109,8 +109,8 @@ def plan_folder(prefix: str | Path, key: PlanKey) -> Path:
 def save_plan(plan: PackingPlan, prefix: str | Path, record: Mapping[str, object] | None = None) -> None:
     """Write a plan; `record` is added to plan.json."""
     with atomic_folder(plan_folder(prefix, plan.key)) as partial:
-        np.save(partial / OFFSETS, plan.row_offsets)
-        np.save(partial / PIECES, plan.pieces)
+        save_array(partial / OFFSETS, plan.row_offsets)
+        save_array(partial / PIECES, plan.pieces)
         content = {**asdict(plan.key), "rows": plan.rows, "tokens": plan.tokens, **(record or {})}
         (partial / PLAN).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
