@@ -369,7 +369,7 @@ def write_config(folder: Path, model: ModelConfig, length: int, dtype: torch.dty
 
     If the tokenizer's folder has a config.json that describes exactly this model, as for a model from Hugging Face,
     that file is copied, unless it names code (`auto_map`). Otherwise shapes and rotary options are taken from the run,
-    and special tokens from that file, or else the tokenizer's end token.
+    and special tokens from that file, or else the tokenizer's tokens that begin and end documents.
     """
     name = str(dtype).removeprefix("torch.")
     special: JsonObject = dict.fromkeys(_SPECIAL)  # not transformers' defaults, which belong to other models
@@ -384,8 +384,11 @@ def write_config(folder: Path, model: ModelConfig, length: int, dtype: torch.dty
             shutil.copyfile(_content(tokenizer, "config.json"), folder / "config.json")
             return
     elif tokenizer is not None:
-        with suppress(UserError):  # a tokenizer may have no end token
-            special["eos_token_id"] = Tokenizer(tokenizer).eod_id  # no begin token: our rows have none
+        opened = Tokenizer(tokenizer)
+        with suppress(UserError):  # a tokenizer may have no such token
+            special["eos_token_id"] = opened.eod_id
+        with suppress(UserError):
+            special["bos_token_id"] = opened.bos_id
     assert model.vocab_size is not None
     entries = hugging_face_config(model, model.vocab_size, length) | special | {"torch_dtype": name}
     (folder / "config.json").write_text(json.dumps(entries, indent=2) + "\n")

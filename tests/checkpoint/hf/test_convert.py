@@ -14,10 +14,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from megatron_ext.checkpoint.hf.config import comparable
-from megatron_ext.checkpoint.hf.convert import hf_to_megatron, megatron_to_hf
+from megatron_ext.checkpoint.hf.convert import hf_to_megatron, megatron_to_hf, write_config
 from megatron_ext.checkpoint.hf.folder import HuggingFaceTensors, read_model_config
 from megatron_ext.checkpoint.manifest import Manifest
 from megatron_ext.checkpoint.pretrained import Pretrained
+from megatron_ext.config import ModelConfig
 from megatron_ext.data.preprocess.pipeline import PreprocessOptions, preprocess
 from megatron_ext.data.text.tokenizer import Tokenizer
 from tests.chats import END, PLAIN, conversations, put_chats, put_tokenizer
@@ -257,7 +258,7 @@ LARGEST = 8192 * 512 * 4
 GROWTH = """
 import sys
 from pathlib import Path
-from megatron_ext.checkpoint.hf.convert import hf_to_megatron, megatron_to_hf
+from megatron_ext.checkpoint.hf.convert import hf_to_megatron, megatron_to_hf, write_config
 small, source, output = map(Path, sys.argv[2:])
 def peak():  # of this program: ru_maxrss would include the process that started it
     status = Path("/proc/self/status").read_text()
@@ -330,3 +331,12 @@ def test_a_killed_conversion_leaves_nothing_that_looks_like_a_model(big: Path, t
     else:
         back(small, output)
     assert output.exists()
+
+
+def test_an_export_names_the_tokens_that_begin_and_end_documents(tmp_path: Path) -> None:
+    folder = put_tokenizer(tmp_path, None)
+    tokenizer = Tokenizer(folder)
+    write_config(tmp_path, ModelConfig(vocab_size=tokenizer.vocab_size), 64, torch.float32, folder)
+    entries = json.loads((tmp_path / "config.json").read_text())
+    assert (entries["bos_token_id"], entries["eos_token_id"]) == (tokenizer.bos_id, tokenizer.eod_id)
+    assert tokenizer.bos_id != tokenizer.eod_id
