@@ -78,6 +78,8 @@ def _folder(parent: Path, key: Key) -> Path:
 
 def _write(parent: Path, key: Key, arrays: Arrays) -> None:
     folder = _folder(parent, key)
+    for abandoned in parent.glob(f"{folder.name}.*.partial"):  # by a killed process: this one has the lock
+        shutil.rmtree(abandoned, ignore_errors=True)
     if _read(parent, key) is None:
         shutil.rmtree(folder, ignore_errors=True)  # damaged arrays
     with atomic_folder(folder, replace=False) as partial:

@@ -64,6 +64,15 @@ def test_damaged_arrays_are_computed_again(tmp_path: Path, damage: str) -> None:
     kept_arrays(tmp_path, KEY, not_needed)
 
 
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    kept_arrays(tmp_path, KEY, squares)
+    (file,) = tmp_path.glob("*/squares.npy")
+    left = file.parent.rename(f"{file.parent}.0123456789abcdef.partial")
+    kept_arrays(tmp_path, KEY, squares)
+    assert not left.exists()
+    kept_arrays(tmp_path, KEY, not_needed)
+
+
 def test_another_key_is_computed(tmp_path: Path) -> None:
     kept_arrays(tmp_path, KEY, squares)
     other_arrays = kept_arrays(tmp_path, KEY | {"epoch": 1}, lambda: {"squares": np.zeros(3)})

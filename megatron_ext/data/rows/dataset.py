@@ -170,7 +170,9 @@ class RowDataset:
         """Draw the order of an epoch in a thread, once; without a cache, when it is needed."""
         if self.cache is None or (self._preparation is not None and self._preparation.name == str(epoch)):
             return
-        self._preparation = threading.Thread(target=self._draw_ahead, args=(self.cache, epoch), name=str(epoch))
+        draw = (self.cache, epoch)
+        # a daemon, because a run that stops must not wait for it
+        self._preparation = threading.Thread(target=self._draw_ahead, args=draw, name=str(epoch), daemon=True)
         self._preparation.start()
 
     def _draw_ahead(self, cache: Path, epoch: int) -> None:
