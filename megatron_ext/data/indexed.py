@@ -23,9 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ext.arrays import Int64, save_array
+from megatron_ext.arrays import Int64
 from megatron_ext.cli import program
 from megatron_ext.errors import UserError
+from megatron_ext.files.arrays import save_array
 from megatron_ext.files.atomic import sync
 from megatron_ext.files.fingerprint import file_edges, fingerprint
 from megatron_ext.files.reading import JsonObject, read_object

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ext.arrays import save_array
+from megatron_ext.files.arrays import save_array
 from megatron_ext.files.atomic import atomic_folder
 from megatron_ext.files.lock import try_lock
 from megatron_ext.launch import is_first

@@ -74,7 +74,7 @@ METRICS = "from tests.monitoring.records import *; MetricsWriter('.', resume_ste
 WRITERS = {
     "metrics": f"{METRICS}.write('train', step_record(0))",
     "lock": "from pathlib import Path; from megatron_ext.files.lock import lock; lock(Path(), 'save')",
-    "array": "from pathlib import Path; import numpy as np; from megatron_ext.arrays import save_array; "
+    "array": "from pathlib import Path; import numpy as np; from megatron_ext.files.arrays import save_array; "
     "save_array(Path('a.npy'), np.zeros(100_000))",
     "stdout": "import sys; from megatron_ext.cli import command; sys.exit(command(lambda words: print('a'))())",
 }

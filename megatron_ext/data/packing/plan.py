@@ -21,11 +21,12 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_ext.arrays import Int64, save_array
+from megatron_ext.arrays import Int64
 from megatron_ext.cli import program
 from megatron_ext.data.indexed import Documents, IndexedSource
 from megatron_ext.data.kept import LARGE, kept_arrays
 from megatron_ext.errors import UserError, first_line
+from megatron_ext.files.arrays import save_array
 from megatron_ext.files.atomic import atomic_folder
 
 PLAN = "plan.json"
