@@ -133,23 +133,16 @@ def _perplexity(
     documents = list(itertools.islice(read(options, text), options.documents))
     if not documents:
         raise UserError("input: no document is left to score; lower --min-tokens, or give another --input")
-    numbers_by_task: dict[str, list[int]] = {}
-    for number, document in enumerate(documents):
-        numbers_by_task.setdefault(document.source, []).append(number)
-    if ALL in numbers_by_task:
+    numbers_by_source = _numbers_by_source(documents)
+    if ALL in numbers_by_source:
         raise UserError(f"input: got a source named {ALL!r}, as results over all sources are; give it another name")
-    numbers_by_task = {ALL: list(range(len(documents))), **numbers_by_task}
+    numbers_by_task = {ALL: list(range(len(documents))), **numbers_by_source}
     streams = list(make_streams(documents, document_mask=options.document_mask))
     results: list[Result] = []
     losses: dict[str, dict[Key, Float64]] = {}
-
-    def losses_of_windows(text: ModelText) -> list[Tensor]:  # a function, after which the model is not kept
-        with open_model(text.pretrained, processes, max(lengths), options.dtype) as model:
-            return [window_losses(model, window, streams, len(documents), options.batch_tokens) for window in windows]
-
     for name, text in models.items():
         losses[name] = {}
-        for window, sums in zip(windows, losses_of_windows(text), strict=True):
+        for window, sums in _score(options, processes, text, windows, streams, len(documents)):
             losses[name][ALL, "loss", window.length] = sums[0].sum(dim=1).numpy()
             for task, numbers in numbers_by_task.items():
                 at = {"model": name, "task": task, "length": window.length}
@@ -163,6 +156,27 @@ def _perplexity(
         "tokens": sum(len(document.tokens) for document in documents),
     }
     return {"settings": settings, "results": results, "differences": list(compare(losses, counts))}
+
+
+def _score(
+    options: PerplexityOptions,
+    processes: ParallelConfig,
+    text: ModelText,
+    windows: Sequence[ShortContext],
+    streams: Sequence[Stream],
+    documents: int,
+) -> list[tuple[ShortContext, Tensor]]:
+    """Return what `window_losses` returns, for all windows, of a model that is not kept. Collective."""
+    length = max(window.length for window in windows)
+    with open_model(text.pretrained, processes, length, options.dtype) as model:
+        return [(window, window_losses(model, window, streams, documents, options.batch_tokens)) for window in windows]
+
+
+def _numbers_by_source(documents: Sequence[Document]) -> dict[str, list[int]]:
+    numbers: dict[str, list[int]] = {}
+    for number, document in enumerate(documents):
+        numbers.setdefault(document.source, []).append(number)
+    return numbers
 
 
 def file_documents(options: PerplexityOptions, text: ModelText) -> Iterator[Document]:
@@ -212,10 +226,7 @@ def evenly_spaced(items: Sequence[Item], count: int | None) -> Sequence[Item]:
 
 def make_streams(documents: Sequence[Document], *, document_mask: bool) -> Iterator[Stream]:
     """Yield one stream per document, or one per source from all of its documents."""
-    by_source: dict[str, list[int]] = {}
-    for number, document in enumerate(documents):
-        by_source.setdefault(document.source, []).append(number)
-    streams = list(by_source.values())
+    streams = list(_numbers_by_source(documents).values())
     if document_mask:
         streams = [[number] for number in range(len(documents))]
     for joined in streams:

@@ -150,7 +150,10 @@ class TrainedModel(TemplateLM):
             contexts.append(kept)
             self.cut += len(kept) < len(context)
             # documents begin with the same single token, which saves nothing, but would be one copy's work for all
-            groups.setdefault(kept if len(kept) > 1 else (number,), []).append(number)
+            group = kept
+            if len(kept) == 1:
+                group = (number,)
+            groups.setdefault(group, []).append(number)
         choices = [Choice(contexts[numbers[0]], [continuations[n] for n in numbers]) for numbers in groups.values()]
         scores = itertools.chain.from_iterable(self.requests.compute("likelihoods", choices))
         by_number = dict(zip(itertools.chain.from_iterable(groups.values()), scores, strict=True))

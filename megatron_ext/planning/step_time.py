@@ -412,10 +412,6 @@ def layer_work(config: Config, load: AttentionLoad) -> Layer:
     if width < model.num_query_groups // tp * model.key_value_size:
         # each rank computes the keys and values of the latents that it gets
         flops += 2 * matrices.up * received
-    # queries and outputs, keys and values of a token, all of which leave but for the heads of the own rank
-    key_heads = model.num_query_groups // tp
-    heads = model.num_attention_heads // tp + key_heads * copies_of_keys(key_heads, cp)
-    swapped = load.ulysses * t * (cp - 1) / cp * heads * model.key_value_size
     crossed = 2 * 2 * hidden * t * (tp - 1) / tp  # a gather and a scatter of the hidden states
     copies = model.moe_router_topk * with_experts  # of a token, one for each of its experts
     return Layer(
@@ -425,13 +421,27 @@ def layer_work(config: Config, load: AttentionLoad) -> Layer:
         # attention has as many gathers and scatters as the MLP
         tensor=Amount((1 + with_mlp) * crossed, whole + mlp * with_mlp / (1 + with_mlp)),
         context=Amount(2 * width * received, whole + core),  # the exchange is part of attention
-        ulysses=Amount(2 * swapped, whole + core),
+        ulysses=Amount(2 * t * load.ulysses * _swapped(config), whole + core),
         expert_products=Amount(2 * copies * matrices.expert * t / tp, whole + mlp),
         # a copy is permuted for sending and sorted by expert on arrival, and the same on the way back
         expert_elements=Amount(copies * (8 * hidden + 3 * model.expert_width) * t / tp, whole + mlp),
         expert_tensor=Amount(copies * crossed, whole + mlp),
         experts=Amount(2 * 2 * copies * hidden * t / tp * (ep - 1) / ep, whole + mlp),
     )
+
+
+def _swapped(config: Config) -> float:
+    """Count the numbers of a token that its rank sends, or receives, if ranks exchange tokens for heads.
+
+    These are a query and an output of each head, and a key and a value of each key head and its copies; a rank keeps
+    those of the heads that it computes.
+    """
+    model = config.model
+    tp = config.parallel.tensor_model_parallel_size
+    cp = config.parallel.context_parallel_size
+    key_heads = model.num_query_groups // tp
+    heads = model.num_attention_heads // tp + key_heads * copies_of_keys(key_heads, cp)
+    return heads * model.key_value_size * (cp - 1) / cp
 
 
 def fully_recomputed(config: Config) -> float:

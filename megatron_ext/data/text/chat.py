@@ -205,7 +205,9 @@ class ChatTemplate:
         start = len(before)
         if not prompted:  # a heading such as "Assistant:" may precede the message
             beginning = _texts(messages[turn])[0].strip()
-            place = self._place(messages[: turn + 1], tools) if beginning else -1
+            place = -1
+            if beginning:
+                place = self._place(messages[: turn + 1], tools)
             start = up_to_it.find(beginning, max(place, 0))
             if place < 0 or start < 0 or up_to_it[place:start].strip():
                 raise ChatError(

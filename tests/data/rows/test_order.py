@@ -36,8 +36,8 @@ def prefix(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def open_rows(prefix: Path, cache: Path | None, *, prepares: bool = False) -> RowDataset:
-    return RowDataset(IndexedSource(prefix), range(1, len(LENGTHS)), ROW, SEED, cache=cache, prepares=prepares)
+def open_rows(prefix: Path, cache: Path | None, *, seed: int = SEED, prepares: bool = False) -> RowDataset:
+    return RowDataset(IndexedSource(prefix), range(1, len(LENGTHS)), ROW, seed, cache=cache, prepares=prepares)
 
 
 def refuse_to_draw(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,13 +74,14 @@ def test_a_place_outside_of_its_document_is_refused(prefix: Path, tmp_path: Path
         open_rows(prefix, tmp_path / "cache").row(0)
 
 
-def test_the_next_epoch_is_drawn_before_it_is_needed(prefix: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("seed", range(5))
+def test_the_next_epoch_is_drawn_before_it_is_needed(prefix: Path, tmp_path: Path, seed: int) -> None:
     """The row that ends in the next epoch may be any sample."""
-    rows = open_rows(prefix, tmp_path / "cache", prepares=True)
+    rows = open_rows(prefix, tmp_path / "cache", seed=seed)
     last_row = rows.tokens_per_epoch // ROW
     order = [rows.row_index(sample) for sample in range(last_row + 1)]
     (tmp_path / "cache").rename(tmp_path / "other")
-    rows = open_rows(prefix, tmp_path / "cache", prepares=True)
+    rows = open_rows(prefix, tmp_path / "cache", seed=seed, prepares=True)
     for sample in range(order.index(last_row)):
         rows.row(sample)
     rows.row_index(order.index(last_row))
