@@ -68,7 +68,10 @@ def _window(args: Args) -> Options:
 
 
 def _latent(args: Args) -> Options:
-    """Return whether attention is latent. Latents always have norms here, of one epsilon; --qk-layernorm is another norm."""
+    """Return whether attention is latent.
+
+    Latents always have norms here, of one epsilon. Otherwise --qk-layernorm has the same meaning in both.
+    """
     if not args["multi_latent_attention"]:
         return {"qk_layernorm": args["qk_layernorm"]}
     if not args["qk_layernorm"] or _epsilon(args)["norm_epsilon"] != 1e-6:

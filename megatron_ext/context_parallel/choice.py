@@ -76,7 +76,7 @@ def cp_options(config: Config, group: CPGroup) -> CPOptions | None:
 
 
 def planned_cp(config: Config) -> CPOptions | None:
-    """Return these options for processes that do not run; equal layouts have equal options, so results can be cached."""
+    """Return these options for processes that do not run; equal layouts have equal options, as caches need."""
     return cp_options(config, _planned_group(config.parallel.context_parallel_size))
 
 
