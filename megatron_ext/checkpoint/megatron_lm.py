@@ -63,7 +63,10 @@ _SAME = [  # options of the model under the same name
 _UNREAD = (
     *("norm_epsilon", "qk_layernorm", "no_rope_freq", "window_size", "window_attn_skip_freq", "use_rope_scaling"),
     *("rope_scaling_factor", "rotary_seq_len_interpolation_factor", "moe_router_num_groups", "moe_router_group_topk"),
-    *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+    "multi_latent_attention",
+)
+_UNREAD_OF_LATENT_ATTENTION = (
+    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
     *("rotary_scaling_factor", "mscale", "mscale_all_dim"),
 )
 _BALANCING = ("moe_aux_loss_coeff", "moe_router_load_balancing_type", "moe_router_bias_update_rate")
@@ -462,7 +465,10 @@ def _from_blocks(blocks: Callable[[], Tensor], shape: tuple[int, ...]) -> Tensor
 def flags(args: dict[str, Any]) -> list[str]:
     """Return the words of Megatron-LM's command line that load a checkpoint with these arguments."""
     words = ["--finetune", "--use-checkpoint-args"]
-    for name in _UNREAD:
+    names = list(_UNREAD)
+    if args.get("multi_latent_attention"):
+        names += _UNREAD_OF_LATENT_ATTENTION
+    for name in names:
         value = args.get(name)
         if value == DEFAULTS[name] or value is None:
             continue

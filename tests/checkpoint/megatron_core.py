@@ -57,8 +57,9 @@ def model_of(args: dict[str, Any], layout: dict[str, int]) -> Any:
     model_parallel_cuda_manual_seed(1 + dist.get_rank())
     names = "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization "
     names += "add_bias_linear qk_layernorm moe_router_topk moe_ffn_hidden_size moe_layer_freq no_rope_freq "
+    is_latent = args.get("multi_latent_attention", False)
     latent = [name for name in (*LATENT, *YARN) if name != "group_query_attention"]
-    names += " ".join(["rotary_base", *latent] if "multi_latent_attention" in args else [])
+    names += " ".join(["rotary_base", *latent] if is_latent else [])
     names += " pipeline_model_parallel_layout" if "pipeline_model_parallel_size" in layout else ""
     transformer_options = {name: args[name] for name in names.split() if name in args} | layout
     transformer_options |= {"num_moe_experts": args.get("num_experts"), "layernorm_epsilon": args["layernorm_epsilon"]}
@@ -76,7 +77,7 @@ def model_of(args: dict[str, Any], layout: dict[str, int]) -> Any:
     transformer_options |= {"moe_router_dtype": "fp32", "moe_router_load_balancing_type": "none"}
     off = "persist_layer_norm bias_activation_fusion masked_softmax_fusion bias_dropout_fusion apply_rope_fusion "
     off += "gradient_accumulation_fusion"
-    kind = MLATransformerConfig if "multi_latent_attention" in args else TransformerConfig
+    kind = MLATransformerConfig if is_latent else TransformerConfig
     config = kind(**transformer_options, **dict.fromkeys(off.split(), False))
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
     if kind is MLATransformerConfig:
