@@ -1,7 +1,7 @@
 """Count the progress of this process, from any thread.
 
-`run/watchdog.py` ends a process whose count stops increasing. Long operations call `beat` as they advance: each step,
-each validation batch, each tensor written to or read from a checkpoint.
+`run/watchdog.py` ends a process whose count stops increasing. Long operations call `beat` as they advance: each layer
+of a step in both passes, each validation batch, each tensor written to or read from a checkpoint.
 """
 
 from collections.abc import Iterator

@@ -50,8 +50,13 @@ LLAMA3_SPECIAL = (
     *("<|start_header_id|>", "<|end_header_id|>", "<|reserved_special_token_4|>", "<|eot_id|>"),
     *(f"<|reserved_special_token_{i}|>" for i in range(5, 251)),
 )
-# three reserved tokens that Llama 3.1 names
-LLAMA31_NAMES = {4: "<|finetune_right_pad_id|>", 8: "<|eom_id|>", 10: "<|python_tag|>"}
+# Llama 3.1 names three more tokens, and numbers the reserved ones without gaps
+LLAMA31_SPECIAL = (
+    *("<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>"),
+    *("<|finetune_right_pad_id|>", "<|reserved_special_token_2|>", "<|start_header_id|>", "<|end_header_id|>"),
+    *("<|eom_id|>", "<|eot_id|>", "<|python_tag|>", *(f"<|reserved_special_token_{i}|>" for i in range(3, 248))),
+)
+SPECIAL = {"llama3": LLAMA3_SPECIAL, "llama3.1": LLAMA31_SPECIAL}
 MOST_IDS = 1 << 24
 UNLIKELY = -1e5  # a score below any text's
 # a text between two user-defined symbols that spells a byte's piece, which would be taken for the byte
@@ -134,10 +139,7 @@ def _convert_ranks(
 def _description(file: Path, ranks: int, encoding: str | None) -> tuple[str, dict[str, int]]:
     """Return the pattern and the special tokens."""
     if encoding is not None:
-        names = dict(enumerate(LLAMA3_SPECIAL))
-        if encoding == "llama3.1":
-            names |= LLAMA31_NAMES
-        return LLAMA3_PATTERN, {name: ranks + number for number, name in names.items()}
+        return LLAMA3_PATTERN, {name: ranks + number for number, name in enumerate(SPECIAL[encoding])}
     about = file.with_name(f"{file.name}.json")
     needed = 'needs {"pattern": "...", "special_tokens": {"...": ID}}'
     description = read_object(about, f"is no object; {needed}")

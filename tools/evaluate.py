@@ -96,11 +96,11 @@ def main(argv: list[str]) -> int:
     from megatron_ext.inference.evaluate import evaluate_models
 
     kind = {"perplexity": PerplexityOptions, "lm-eval": LmEvalOptions}[options.command]
-    record, items = evaluate_models(kind.of(options), processes)
+    for record, items in evaluate_models(kind.of(options), processes):
+        if first and options.output is not None:
+            write_record(record, items, options.output)
     if first:
         print(markdown(record), end="", flush=True)
-        if options.output is not None:
-            write_record(record, items, options.output)
     return 0
 
 

@@ -7,6 +7,7 @@ The time is estimated by a model (see docs/planning.md for its accuracy), the me
 the first layout as a configuration. Without --stage, the first stage of a run with stages is planned.
 """
 
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,8 @@ from megatron_ext.config.arguments import dump_yaml, parse_stages
 from megatron_ext.data.text.tokenizer import vocabulary_size
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write
+
+SAVE_MINUTES = 3  # of a checkpoint at the end of a job
 
 
 @command
@@ -34,7 +37,7 @@ def main(argv: list[str]) -> int:
     if options.output is not None:
         check_new(options.output, options.overwrite)
     from megatron_ext.planning.sampled_rows import SampledRows  # importing torch takes seconds
-    from megatron_ext.planning.search import describe, search
+    from megatron_ext.planning.search import describe, longest_step, search
     from megatron_ext.planning.step_time import FACTS, Machine, read_speeds
 
     speeds = read_speeds(options.gpus_file or FACTS / "gpus.yaml")
@@ -61,12 +64,18 @@ def main(argv: list[str]) -> int:
         return 1
     if options.output is not None:
         best = layouts.best[0].config
-        write(replace(best, data=replace(best.data, data_path=data.data_path)), options.output, options.gpus)
+        seconds = longest_step(best, machine)
+        write(replace(best, data=replace(best.data, data_path=data.data_path)), seconds, options.output, options.gpus)
     return 0
 
 
-def write(config: Config, output: Path, gpus: int) -> None:
-    """Write a configuration, and print how to check it."""
+def write(config: Config, longest_step_s: float, output: Path, gpus: int) -> None:
+    """Write a configuration whose ranks wait for each other as long as two steps, and print how to check and submit it.
+
+    Up to four steps follow a signal; they must end, and a checkpoint be written, before Slurm kills the job.
+    """
+    minutes = max(config.parallel.distributed_timeout_minutes, math.ceil(2 * longest_step_s / 60))
+    config = replace(config, parallel=replace(config.parallel, distributed_timeout_minutes=minutes))
     output.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(output) as aside:
         aside.write_text(dump_yaml(config), encoding="utf-8")
@@ -76,6 +85,8 @@ def write(config: Config, output: Path, gpus: int) -> None:
     print(f"\nwritten to {output}; check it with")
     print(f"  python pretrain_skyladder.py {flags} --dry-run --world-size {gpus}")
     print(f"  {program('rehearse')} {flags} --world-size {gpus}")
+    warning_s = 60 * math.ceil(4 * longest_step_s / 60 + SAVE_MINUTES)
+    print(f"a step takes up to {longest_step_s:.0f} s; on Slurm submit it with `sbatch --signal=USR1@{warning_s}`")
 
 
 if __name__ == "__main__":

@@ -243,7 +243,7 @@ def find_checkpoint(config: Config) -> Checkpoint | None:
     if not continues and saved_steps(Path(options.save)):
         raise UserError(
             f"save: got {options.save}, which holds the checkpoints of another run, needs a folder without; "
-            f"add --load {options.save} to continue that run, or choose another folder"
+            f"add --load {options.save} to continue that run (of a run in stages its whole folder), or choose another"
         )
     return source
 

@@ -63,7 +63,7 @@ _SAME = [  # options of the model under the same name
 _UNREAD = (
     *("norm_epsilon", "qk_layernorm", "no_rope_freq", "window_size", "window_attn_skip_freq", "use_rope_scaling"),
     *("rope_scaling_factor", "rotary_seq_len_interpolation_factor", "moe_router_num_groups", "moe_router_group_topk"),
-    "multi_latent_attention",
+    *("multi_latent_attention", "softmax_type"),
 )
 _UNREAD_OF_LATENT_ATTENTION = (
     *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),

@@ -317,13 +317,14 @@ RULES: list[Rule] = [
      " with optimizer muon, which updates whole matrices; add {no_flag}"),
 ]  # fmt: skip
 
-# `transformer_engine` is whether its layers are used
+# `cuda` is whether the device is a GPU, `transformer_engine` whether its layers are used
 _NEEDS_TE = ", needs CUDA with Transformer Engine; install it or leave the option out"
 PLATFORM: list[Rule] = [
     _if_given("tp_comm_overlap, moe_grouped_gemm, fp8_format", lambda o: not o.transformer_engine, _NEEDS_TE),
     # if offloaded, it is Megatron's own optimizer around torch's Adam
     ("use_precision_aware_optimizer",
      lambda o: o.value and not (o.optimizer_cpu_offload or o.transformer_engine), _NEEDS_TE),
+    ("optimizer_cpu_offload", lambda o: o.value and not o.cuda, ", needs CUDA; leave it out"),
     ("compile", lambda o: o.value and o.transformer_engine,
      " with Transformer Engine's layers, which cannot be compiled; leave it out"),
 ]  # fmt: skip

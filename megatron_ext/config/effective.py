@@ -9,26 +9,53 @@ The vocabulary size stays as written, because computing it would need the tokeni
 
 from dataclasses import replace
 
-from megatron_ext.config import Config, DataConfig, ModelConfig
+from megatron_ext.config import Config, DataConfig, ModelConfig, WeightingConfig, WindowConfig
 from megatron_ext.config.mixture import MixturePart, parse_shares
 from megatron_ext.data.packing.policies import check_options
 from megatron_ext.data.rows.blend import scaled
+from megatron_ext.schedule import ScheduleKind
 
 
 def effective(config: Config) -> Config:
     """Return the configuration with effective values; it must satisfy `checks.check`."""
-    weighting = config.weighting
     return replace(
         config,
         model=_model(config.model),
-        window=replace(config.window, window_end=config.window_end),
-        weighting=replace(
-            weighting,
-            weight_strength=weighting.strength,
-            short_stride=None if weighting.short_context is None else weighting.short().stride,
-        ),
+        window=_window(config),
+        weighting=_weighting(config),
         optimizer=replace(config.optimizer, lr_decay_iters=config.lr_decay_steps),
         data=_data(config.data),
+    )
+
+
+def _window(config: Config) -> WindowConfig:
+    """Fill in the defaults of `build_schedule`."""
+    window = config.window
+    rate = window.window_rate
+    if rate is None and window.window_expansion_fraction is None:
+        rate = 1 / 8
+    cycles = window.window_cycles
+    if cycles is None:
+        cycles = 0.5 if window.window_schedule is ScheduleKind.CYCLIC_GRADUAL else 1
+    return replace(window, window_end=config.window_end, window_rate=rate, window_cycles=cycles)
+
+
+def _weighting(config: Config) -> WeightingConfig:
+    """Fill in the defaults of `weigh_rows` and `exposure_rows`."""
+    weighting = config.weighting
+    clip = weighting.weight_clip
+    if weighting.weight_score == "longce":
+        clip = clip or 5.0
+    stride = None
+    if weighting.short_context is not None:
+        stride = weighting.short().stride
+    return replace(
+        weighting,
+        weight_strength=weighting.strength,
+        weight_clip=clip,
+        weight_shift=weighting.weight_shift or 1.0,
+        exposure_tau=weighting.exposure_tau or config.data.seq_length // 4,
+        short_stride=stride,
     )
 
 

@@ -172,6 +172,8 @@ def _routing(args: Args) -> Options:
     other_kinds = set(_kinds(args)) - {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}
     if args["num_experts"] and other_kinds:
         raise UserError(f"moe_router_load_balancing_type: got {min(other_kinds)}, which chooses other experts")
+    if args["num_experts"] and args["moe_router_topk"] == 1 and args["moe_router_score_function"] == "sigmoid":
+        raise UserError("moe_router_topk: got 1 with sigmoid scores, which are not divided by their sum there")
     return {"moe_router_topk_scaling_factor": args["moe_router_topk_scaling_factor"] or 1.0}
 
 

@@ -286,14 +286,17 @@ class ParallelConfig(_Section):
     )
     offload_layer_inputs: bool = _option(False, "keep inputs of recomputed layers in host memory until backward")
     compile: bool = _option(False, "torch.compile the layers except attention, for small models")
-    device: Literal["auto", "cpu", "cuda"] = _option("auto", "auto: cuda if available, else cpu")
+    device: Literal["auto", "cpu", "cuda"] = _option(
+        "auto", "auto: cuda if available, else cpu, but not in a Slurm job with GPUs"
+    )
     attention_backend: Literal["auto", "flash_attn_4", "torch_varlen", "flash_attn", "te_thd", "reference"] = _option(
         "auto", "kernel of packed attention (auto: the best for each call)"
     )
     distributed_timeout_minutes: Minutes = _option(10, "time limit of a collective")
     watchdog_timeout: Seconds | None = _option(
         None,
-        "seconds of a step, a save or a validation batch after which the run ends; 0: never (default: below the above)",
+        "seconds of a layer, a tensor of a checkpoint or a validation batch after which the run ends; 0: never "
+        "(default: below the above)",
     )
 
     def overlap_parts(self, on_cuda: bool) -> int:

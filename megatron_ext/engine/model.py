@@ -21,7 +21,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
-from megatron_ext import rope
+from megatron_ext import heartbeat, rope
 from megatron_ext.attention.interface import Expand, Extend
 from megatron_ext.batch import PackedBatch
 from megatron_ext.config import Config
@@ -104,7 +104,15 @@ class PackedAttention(MegatronModule):
             key_tGH, value_tGW = packed_seq_params.extend(self.layer_number, key_tGH, value_tGW)
         inputs = QKV(query_tNH, key_tGH, value_tGW, self.softmax_offset)
         out_tNH = batch.attention[self.local].run(self.backend, inputs, self.scale, expand)
+        # a step may take longer than the watchdog's limit, but not a layer
+        heartbeat.beat()
+        if out_tNH.requires_grad:
+            out_tNH.register_hook(_beat)
         return out_tNH.flatten(1).unsqueeze(1)
+
+
+def _beat(gradient: Tensor) -> None:
+    heartbeat.beat()
 
 
 class PackedGPT(GPTModel):

@@ -40,8 +40,8 @@ class OptimizerState:
         """Return the state other than tensors; the same on every process that holds a parameter."""
         return {"step": max(adam_steps(part.optimizer) for part in self.parts)}
 
-    def shards(self, weights: Sequence[Weight]) -> list[Shard]:
-        """Return this process's part of the state as shards; data read into them takes effect with `load`."""
+    def shards(self, weights: Sequence[Weight], *, to_load: bool = False) -> list[Shard]:
+        """Return this process's part of the state as shards; with `to_load`, data read into them is set by `load`."""
         self._copies = []
         shards: list[Shard] = []
         by_parameter = {weight.parameter: weight for weight in weights}
@@ -55,12 +55,15 @@ class OptimizerState:
                 for key, name in (names | self._master).items():
                     run = state[key].detach().view(-1)
                     shards += _rectangles(f"optimizer.state.{name}.", weight.shards, run, start, end, writes=writes)
+        if not to_load:
+            self._copies = []
         return shards
 
     def load(self, counters: dict[str, Any]) -> None:
         """Apply the data read into the shards, and the counters."""
         for part, parameter, state in self._copies:
             set_optimizer_states(part, parameter, state)
+        self._copies = []
         for part in self.parts:
             if counters["step"]:
                 set_adam_steps(part.optimizer, counters["step"])

@@ -42,7 +42,8 @@ def find(device: str) -> Platform:
 
     Raises:
         UserError: CUDA is requested but not available, or the CPU is requested although a CUDA device is visible;
-            LOCAL_RANK is the number of no GPU; or the import of an installed Transformer Engine fails.
+            torch sees none of the GPUs of a Slurm job; LOCAL_RANK is the number of no GPU; or the import of an
+            installed Transformer Engine fails.
     """
     cuda = torch.cuda.is_available()
     if device == "cuda" and not cuda:
@@ -53,6 +54,12 @@ def find(device: str) -> Platform:
             "hide it with CUDA_VISIBLE_DEVICES= or use --device cuda"
         )
     if not cuda:
+        given = os.environ.get("SLURM_GPUS_ON_NODE", "0")
+        if device == "auto" and given != "0":
+            raise UserError(
+                f"device: got auto in a job with {given} GPUs on a node, of which torch {torch.__version__} sees none; "
+                "nvidia-smi prints the newest CUDA of the driver; use --device cpu to train on the CPUs"
+            )
         return Platform(_CPU, "gloo", transformer_engine=False)
     number = read_launch().local_rank
     gpus = torch.cuda.device_count()

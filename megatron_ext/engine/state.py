@@ -320,7 +320,7 @@ class Checkpointer:
         states = {}
         if randomness:
             states = _random_states()
-        shards = self._shards(states)
+        shards = self._shards(states, to_load=True)
         agreement.together_in_threads("checkpoint reader", lambda: Stored(checkpoint.folder).fill(shards))
         self.optimizer.load(checkpoint.manifest.optimizer)
         if randomness:
@@ -329,11 +329,12 @@ class Checkpointer:
                 torch.cuda.set_rng_state(states.pop("cuda"))
             get_cuda_rng_tracker().set_states({name.removeprefix(_TRACKER): state for name, state in states.items()})
 
-    def _shards(self, states: dict[str, Tensor]) -> list[Shard]:
+    def _shards(self, states: dict[str, Tensor], *, to_load: bool = False) -> list[Shard]:
         """Return all shards of this process; of random states each process has one row."""
         chunks = list(unwrap(self.model))
         weights = list(saved_weights(chunks, self.config.model, self.ranks))
-        shards = [shard for weight in weights for shard in weight.shards] + self.optimizer.shards(weights)
+        shards = [shard for weight in weights for shard in weight.shards]
+        shards += self.optimizer.shards(weights, to_load=to_load)
         for name, state in states.items():
             shape = self.ranks.world_size, len(state)
             shards.append(Shard.of(f"random_states.{name}", state.view(1, -1), shape, (self.ranks.world, 0)))

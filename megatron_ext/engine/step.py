@@ -234,7 +234,7 @@ class Stepper:
         """
         ranks = self.ranks
         by_head = torch.zeros(6, self.layers, self.heads, dtype=torch.float64, device=self.platform.device)
-        if probe is not None:
+        if probe is not None and probe.by_layer:  # a pipeline stage may have no layer
             layers, measured = probe.measured()
             if ranks.context == 0:  # all context-parallel ranks have the same values
                 first = ranks.tensor * measured.shape[-1]

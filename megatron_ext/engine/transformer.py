@@ -63,7 +63,8 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
     Raises:
         UserError: this platform does not support an option.
     """
-    errors = list(broken(PLATFORM, config, transformer_engine=platform.transformer_engine))
+    cuda = platform.device.type == "cuda"
+    errors = list(broken(PLATFORM, config, cuda=cuda, transformer_engine=platform.transformer_engine))
     if errors:
         raise UserError("\n".join(errors))
     model = config.model

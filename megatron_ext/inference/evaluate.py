@@ -45,31 +45,31 @@ Result = dict[str, Any]
 Item = TypeVar("Item")
 
 
-def evaluate_models(options: Options, processes: ParallelConfig) -> tuple[Result, dict[str, list[Result]]]:
+def evaluate_models(options: Options, processes: ParallelConfig) -> Iterator[tuple[Result, Mapping[str, list[Result]]]]:
     """Run the command of `tools/evaluate.py`. Collective.
 
-    Returns:
-        The record (see `evaluation/report.py`), and every answer of each model; without results except on process 0.
+    Yields:
+        After each model, of all models so far: the record (see `evaluation/report.py`) and every answer of each model;
+        without results except on process 0.
 
     Raises:
         UserError: a model or data that cannot be read, models that cannot be compared, or an option that does not fit.
     """
     models = _find_models(options)
-    items: dict[str, list[Result]] = {}
+    parts: Iterator[tuple[Result, Mapping[str, list[Result]]]]
     if isinstance(options, PerplexityOptions):
-        record = _perplexity(options, processes, models, _lengths(options.lengths, models))
+        parts = ((part, {}) for part in _perplexity(options, processes, models, _lengths(options.lengths, models)))
     else:
         if find_spec("lm_eval") is None:
             raise missing_package("lm-eval", "lm-eval[hf]")
         from megatron_ext.inference.lm_eval_model import evaluate
 
-        record, items = evaluate(options, processes, models)
+        parts = evaluate(options, processes, models)
+    folders: dict[str, Result] = {}
+    for (name, text), (part, items) in zip(models.items(), parts, strict=True):
+        folders[name] = {"folder": str(text.pretrained.folder), "trained_length": text.pretrained.length}
+        yield {"kind": options.command, "models": folders, **part}, items
     dist.destroy_process_group()
-    folders = {
-        name: {"folder": str(text.pretrained.folder), "trained_length": text.pretrained.length}
-        for name, text in models.items()
-    }
-    return {"kind": options.command, "models": folders, **record}, items
 
 
 def _find_models(options: Options) -> Models:
@@ -119,8 +119,8 @@ class Stream:
 
 def _perplexity(
     options: PerplexityOptions, processes: ParallelConfig, models: Models, lengths: Sequence[int]
-) -> Result:
-    """Score documents with windows of several lengths; return a part of the record. Collective."""
+) -> Iterator[Result]:
+    """Score documents with windows of several lengths; yield a part of the record after each model. Collective."""
     windows = []
     for length in lengths:
         stride = options.stride or max(length // 2, 1)
@@ -138,6 +138,13 @@ def _perplexity(
         raise UserError(f"input: got a source named {ALL!r}, as results over all sources are; give it another name")
     numbers_by_task = {ALL: list(range(len(documents))), **numbers_by_source}
     streams = list(make_streams(documents, document_mask=options.document_mask))
+    recorded = "bos dtype tokenizer min_tokens max_tokens documents_per_source"
+    settings = {name: getattr(options, name) for name in recorded.split()} | {
+        "document_mask": options.document_mask,
+        "stride": {str(window.length): window.stride for window in windows},
+        "documents": len(documents),
+        "tokens": sum(len(document.tokens) for document in documents),
+    }
     results: list[Result] = []
     losses: dict[str, dict[Key, Float64]] = {}
     for name, text in models.items():
@@ -147,15 +154,8 @@ def _perplexity(
             for task, numbers in numbers_by_task.items():
                 at = {"model": name, "task": task, "length": window.length}
                 results += [at | result for result in results_of(sums[:, numbers])]
-    counts = dict.fromkeys(losses[name], sums[1].sum(dim=1).numpy())  # the same for all models and lengths
-    recorded = "bos dtype tokenizer min_tokens max_tokens documents_per_source"
-    settings = {name: getattr(options, name) for name in recorded.split()} | {
-        "document_mask": options.document_mask,
-        "stride": {str(window.length): window.stride for window in windows},
-        "documents": len(documents),
-        "tokens": sum(len(document.tokens) for document in documents),
-    }
-    return {"settings": settings, "results": results, "differences": list(compare(losses, counts))}
+        counts = dict.fromkeys(losses[name], sums[1].sum(dim=1).numpy())  # the same for all models and lengths
+        yield {"settings": settings, "results": results, "differences": list(compare(losses, counts))}
 
 
 def _score(

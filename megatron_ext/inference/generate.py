@@ -7,6 +7,7 @@ to experts on all of them.
 
 import itertools
 import json
+import logging
 import math
 import sys
 from collections import ChainMap, deque
@@ -39,6 +40,7 @@ from megatron_ext.inference.sampling import Sampling, choose
 from megatron_ext.layout import PackedLayout
 from megatron_ext.masks import AttentionMask, LayerMasks
 
+logger = logging.getLogger(__name__)
 Request = TypeVar("Request", "Prompt", "Choice")
 Result = TypeVar("Result")
 Likelihood = tuple[float, bool]  # a continuation's log-probability in nats; whether each of its tokens is the likeliest
@@ -423,6 +425,10 @@ def _chat(options: GenerateOptions, generator: Generator, sampling: Sampling) ->
         try:
             tokens = text.encode(text.template.prompt(messages))
         except ChatError as error:
-            raise UserError(f"chat: {error}; rephrase the message") from None
+            if options.prompt is not None:
+                raise UserError(f"chat: {error}; rephrase the message") from None
+            logger.warning("chat: %s; rephrase the message", error)
+            messages.pop()
+            continue
         answer = _answer_and_print(generator, Prompt(tokens, options.max_new_tokens), sampling)
         messages.append({"role": "assistant", "content": text.answer(tokens, answer, special=False)})

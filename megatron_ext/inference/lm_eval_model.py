@@ -308,10 +308,14 @@ def ask(
 
 def evaluate(
     options: LmEvalOptions, processes: ParallelConfig, models: Mapping[str, ModelText]
-) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
-    """Run lm-eval on trained models; return a part of the record, and every answer of each model. Collective."""
+) -> Iterator[tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]]:
+    """Run lm-eval on trained models. Collective.
+
+    Yields:
+        After each model, of all models so far: a part of the record, and every answer of each model.
+    """
     results: list[dict[str, Any]] = []
-    items = {}
+    items: dict[str, dict[Key, Float64]] = {}
     samples = {}
     lengths = {}
     for name, text in models.items():
@@ -319,20 +323,27 @@ def evaluate(
         if length is None:
             raise UserError(f"max_length: {text.pretrained.folder} does not say its trained length; give --max-length")
         lengths[name] = length
-    for name, text in models.items():
-        output = _ask_model(options, processes, text, lengths[name])
-        if output is None:
-            continue
-        model_results = list(results_of(output))
-        if options.split_length is not None:
-            model_results += results_by_prompt_length(output, text.encode, options.split_length)
-        results += [{"model": name, **result} for result in model_results]
-        items[name] = items_of(output)
-        samples[name] = [{"task": task, **answer} for task, answers in output["samples"].items() for answer in answers]
     recorded = "tasks shots limit lengths chat cut_middle split_length bos dtype tokenizer"
     settings = {name: getattr(options, name) for name in recorded.split()} | {"max_length": lengths}
-    differences = list(compare(items)) if items else []  # without items except on process 0
-    return {"settings": settings, "results": results, "differences": differences}, samples
+    tokenizers = [text.tokenizer.fingerprint for text in models.values()]
+    for name, text in models.items():
+        output = _ask_model(options, processes, text, lengths[name])
+        differences = []
+        if output is not None:
+            model_results = list(results_of(output))
+            if options.split_length is not None:
+                model_results += results_by_prompt_length(output, text.encode, options.split_length)
+            results += [{"model": name, **result} for result in model_results]
+            items[name] = items_of(output)
+            if text.tokenizer.fingerprint != tokenizers[0]:  # RULER made other texts
+                items[name] = {key: scores for key, scores in items[name].items() if key[2] is None}
+            samples[name] = _samples(output)
+            differences = list(compare(items))
+        yield {"settings": settings, "results": results, "differences": differences}, samples
+
+
+def _samples(output: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [{"task": task, **answer} for task, answers in output["samples"].items() for answer in answers]
 
 
 def _ask_model(

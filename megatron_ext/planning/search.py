@@ -89,6 +89,11 @@ def mean_seconds(config: Config, machine: Machine) -> float:
     return sum(step_time(config, window, machine).total * times for window, times in moments) / MOMENTS
 
 
+def longest_step(config: Config, machine: Machine) -> float:
+    """Return the seconds of a step whose rows are one document each, at the largest window."""
+    return step_time(config, max(windows(config)), replace(machine, rows=None)).total
+
+
 class SearchResult(NamedTuple):
     """The result of a search."""
 

@@ -74,7 +74,12 @@ class BatchMaker:
         """
         training = self.config.training
         data = self.config.data
-        options = replace(self.config.mask_options(), window_mask="grid", document_mask=training.eval_document_mask)
+        options = replace(
+            self.config.mask_options(),
+            window_mask="grid",
+            document_mask=training.eval_document_mask,
+            local_fixed=False,
+        )
         rows = [[row_at(sample) for sample in group] for group in self._samples(first_sample)]
         if training.eval_stride is None or length == data.seq_length:
             batches = [

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatron_ext.checkpoint.hf.config import rope_changes
 from megatron_ext.checkpoint.parameters import count_active_parameters, count_parameters
 from megatron_ext.config import Config
 from megatron_ext.config.checks import WARNINGS, broken
@@ -97,6 +98,9 @@ def _read(config: Config, inputs: Inputs) -> list[str]:
     lines = []
     if inputs.pretrained is not None:
         lines.append(f"weights from {inputs.pretrained.folder}")
+        angles = rope_changes(inputs.pretrained.model, config.model)
+        if angles:
+            lines.append(f"this run rotates other angles than these weights were trained with: {', '.join(angles)}")
     if config.data.tokenizer_model:
         lines += ids_without_rows(Tokenizer(config.data.tokenizer_model), inputs.vocab_size)
     return lines

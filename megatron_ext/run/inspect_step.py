@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_ext.batch import pack
-from megatron_ext.checkpoint.folders import folder_name, read_checkpoint, saved_steps
-from megatron_ext.checkpoint.history import first_start
+from megatron_ext.checkpoint.folders import folder_name, read_checkpoint, saved_steps, step_of
+from megatron_ext.checkpoint.history import read_history
 from megatron_ext.config import CheckpointConfig, Config, LoggingConfig, ParallelConfig
 from megatron_ext.config.arguments import from_dict
 from megatron_ext.data.text.tokenizer import Tokenizer
@@ -46,11 +46,11 @@ def inspect_step(run: Path, step: int, today: Config, characters: int) -> Iterat
     rows = config.data.global_batch_size
     first = records[step - 1]["consumed_samples"] if step - 1 in records else recorded["consumed_samples"] - rows
     end = recorded.get("consumed_samples", first + rows)
-    weights = "the first weights of the run"
+    init_from: str | None
     if before:
         weights = init_from = str(before[-1])
-    else:  # earlier versions kept it in config.yaml
-        init_from = first_start(run).get("init_from", today.checkpoint.init_from)
+    else:
+        weights, init_from = _beginning(run, step, today)
     config = replace(
         config,
         checkpoint=CheckpointConfig(init_from=init_from),
@@ -65,6 +65,28 @@ def inspect_step(run: Path, step: int, today: Config, characters: int) -> Iterat
         yield f"{name} recorded: {recorded.get(name, 'nothing')}"
     for loss, description in sorted(_documents(config, samples, window, characters), reverse=True):
         yield f"loss {loss:.4f} {description}"
+
+
+def _beginning(run: Path, step: int, today: Config) -> tuple[str, str | None]:
+    """Name the weights with which a run began that has no checkpoint up to a step; a path, or None for random ones.
+
+    Raises:
+        UserError: they were those of a checkpoint that is not there anymore.
+    """
+    first = "the first weights of the run"
+    starts = [start for start in read_history(run).starts if start["step"] <= step]
+    if not starts:
+        return first, today.checkpoint.init_from
+    for start in reversed(starts):
+        if not start["step"]:  # earlier versions kept it in config.yaml
+            return first, start.get("init_from", today.checkpoint.init_from)
+        source = Path(start.get("load", run))
+        for folder in (source, source / "checkpoints" / folder_name(start["step"])):
+            if step_of(folder) == start["step"] and folder.exists():
+                return str(folder), str(folder)
+    raise UserError(
+        f"step: got {step}, before which {run} has no checkpoint, nor the one it began with; name a later one"
+    )
 
 
 def _documents(config: Config, samples: range, window: int, characters: int) -> Iterator[tuple[float, str]]:

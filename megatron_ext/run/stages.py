@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_ext.checkpoint.folders import Checkpoint, end_of_samples, find_checkpoint, locate, older
+from megatron_ext.checkpoint.folders import Checkpoint, end_of_samples, find_checkpoint, locate
 from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import as_flag
@@ -24,7 +24,7 @@ from megatron_ext.monitoring.views import check_views
 from megatron_ext.run.identity import checked_vocab_size
 from megatron_ext.run.inputs import open_inputs
 from megatron_ext.run.lm_eval import load_tasks
-from megatron_ext.run.signals import VALIDATION_LOSS, Ending, StopRequest, unmark
+from megatron_ext.run.signals import Ending, StopRequest, unmark
 from megatron_ext.run.trainer import train
 from megatron_ext.run.validation import read_losses, read_scored, read_validated, stop_reason
 
@@ -147,10 +147,8 @@ def _check_before(stage: Stage, before: Stage, *, will_run: bool) -> None:
 
 
 def _diverged(stage: Stage, ending: Ending, divergence: DivergedError) -> str:
-    """Return the message for a diverged run, with the flags that continue from the checkpoint before it."""
+    """Return the message for a diverged run, with the flags that continue from the last good checkpoint."""
     good = ending.checkpoint
-    if divergence.what == VALIDATION_LOSS and good is not None:  # it was saved before this validation
-        good = next((checkpoint.folder for checkpoint in older(good)), None)
     flags = ""
     if good is not None:
         source = as_flag("load", good)

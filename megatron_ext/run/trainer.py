@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_ext import heartbeat
 from megatron_ext.batch import StepBatches
+from megatron_ext.checkpoint.folders import older, step_of
 from megatron_ext.cli import program
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import as_flag
@@ -39,7 +40,7 @@ from megatron_ext.run.callbacks import Incidents, RunInfo, RunRecords, StepRecor
 from megatron_ext.run.identity import data_fingerprints
 from megatron_ext.run.inputs import validation_setting
 from megatron_ext.run.lm_eval import LmEval
-from megatron_ext.run.signals import Ending, StopRequest
+from megatron_ext.run.signals import VALIDATION_LOSS, Ending, StopRequest
 from megatron_ext.run.trajectory import Trajectory
 from megatron_ext.run.validation import Validation
 from megatron_ext.run.watchdog import Watchdog
@@ -198,10 +199,16 @@ class Trainer:
             newest_checkpoint = self.checkpointer.saved
             if newest_checkpoint is None and self.inputs.checkpoint is not None:
                 newest_checkpoint = self.inputs.checkpoint.folder
+            if newest_checkpoint is not None and self._is_spoilt(newest_checkpoint, error):
+                newest_checkpoint = next((checkpoint.folder for checkpoint in older(newest_checkpoint)), None)
             return Ending(0, self.step, newest_checkpoint, error)
         finally:
             gc.unfreeze()
         return self._finish(run, has_next_stage)
+
+    def _is_spoilt(self, newest_checkpoint: Path, error: DivergedError) -> bool:
+        """Return whether the newest checkpoint has the weights whose validation loss is not finite."""
+        return error.what == VALIDATION_LOSS and step_of(newest_checkpoint) == self.step
 
     def _train(self, prefetch: ThreadPoolExecutor) -> None:
         """Train until the last step, a signal, or early stopping."""

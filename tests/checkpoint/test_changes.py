@@ -78,6 +78,9 @@ def test_options_of_other_versions() -> None:
 
 LINEAR = "--window-schedule linear"
 UNFROZEN = "--token-weighting unfrozen --short-context 128"
+LONGCE = "--weight-score longce --weight-post none"
+EXPOSURE = "--token-weighting unfrozen --weight-score exposure --weight-post none"
+LONG = "--packing upsample_long --document-mask --long-share"
 FROZEN = "--token-weighting frozen --score-store s"
 
 
@@ -87,7 +90,12 @@ FROZEN = "--token-weighting frozen --score-store s"
         ("", "--kv-channels 32", []),
         ("--tokenizer-model bytes --vocab-size 257", "--tokenizer-model bytes --vocab-size none", []),
         (LINEAR, f"{LINEAR} --window-end 512", []),
-        (LINEAR, f"{LINEAR} --window-rate 0.25", ["window_rate None -> 0.25"]),
+        (LINEAR, f"{LINEAR} --window-rate 0.125", []),
+        (LINEAR, f"{LINEAR} --window-rate 0.25", ["window_rate 0.125 -> 0.25"]),
+        ("--window-schedule cyclic_jump", "--window-schedule cyclic_jump --window-cycles 1", []),
+        (f"{UNFROZEN} {LONGCE}", f"{UNFROZEN} {LONGCE} --weight-clip 5", []),
+        (f"{UNFROZEN} --weight-score ppmi", f"{UNFROZEN} --weight-score ppmi --weight-shift 1", []),
+        (EXPOSURE, f"{EXPOSURE} --exposure-tau 128", []),
         ("", "--window-end 511", ["window_end 512 -> 511"]),
         ("--lr-first-step 20", "--lr-first-step 20 --lr-decay-iters 120", []),
         (UNFROZEN, f"{UNFROZEN} --short-stride 96", []),
@@ -95,6 +103,7 @@ FROZEN = "--token-weighting frozen --score-store s"
         (f"{FROZEN} --weight-post sparse", f"{FROZEN} --weight-post sparse --weight-strength 0.4", []),
         ("--split 98,2,0", "--split 49,1", []),
         ("--packing upsample_long", "--packing upsample_long --packing-options factor=5 threshold=8192", []),
+        (f"{LONG} 0.7", f"{LONG} 0.5", ["long_share 0.7 -> 0.5"]),
         ("", "--make-vocab-size-divisible-by 64", []),  # 128 token ids need no padding either way
         ("", "--make-vocab-size-divisible-by 256", ["make_vocab_size_divisible_by 128 -> 256"]),
     ],

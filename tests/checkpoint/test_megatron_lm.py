@@ -15,6 +15,8 @@ from megatron_ext.checkpoint.folders import find_checkpoint
 from megatron_ext.checkpoint.hf.config import comparable
 from megatron_ext.checkpoint.megatron_lm import (
     _Source,
+    arguments,
+    flags,
     megatron_lm_to_megatron,
     megatron_to_megatron_lm,
     model_config,
@@ -22,7 +24,7 @@ from megatron_ext.checkpoint.megatron_lm import (
 )
 from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.checkpoint.tensors import Stored
-from megatron_ext.config import ParallelConfig
+from megatron_ext.config import ModelConfig, ParallelConfig
 from megatron_ext.config.arguments import parse
 from megatron_ext.data.row import TokenRow
 from megatron_ext.inference.model import open_model
@@ -183,6 +185,17 @@ def test_what_is_not_representable_is_named(field: str, value: object) -> None:
     args = defaults("0.19.0") | SMALL | MOE
     model_config(args | {"argument_of_the_future": None}, 128)
     assert field in refused(model_config, args | {field: value}, 128)
+
+
+def test_one_expert_with_sigmoid_scores_is_another_function() -> None:
+    """Megatron-Core divides by the sum of scores only where there are several; here it is always 1."""
+    args = defaults("0.19.0") | SMALL | MOE | {"moe_router_score_function": "sigmoid"}
+    assert "moe_router_topk: got 1 with sigmoid" in refused(model_config, args | {"moe_router_topk": 1}, 128)
+
+
+def test_attention_sinks_are_named_where_a_checkpoint_does_not_say_them() -> None:
+    words = flags(arguments(ModelConfig(num_layers=4, vocab_size=128, softmax_type="learnable")))
+    assert words[words.index("--softmax-type") + 1] == "learnable"
 
 
 def test_an_unknown_argument_can_be_accepted() -> None:

@@ -164,7 +164,7 @@ def test_a_lowered_state_goes_on(types: str, precision: str) -> None:
     fresh, resumed = built(config, ranks, where)
     state = OptimizerState(resumed, bf16=True)
     (fresh_model,) = unwrap(fresh)
-    fresh_runs = state.shards(list(saved_weights([fresh_model], config.model, ranks)))
+    fresh_runs = state.shards(list(saved_weights([fresh_model], config.model, ranks)), to_load=True)
     assert not any(run.data().any() for run in fresh_runs if "exp_avg" in run.name)
     for run in fresh_runs:  # what reading does: in place
         run.data().copy_(runs[run.name, run.offset].data())

@@ -104,6 +104,8 @@ def test_options_with_and_without_transformer_engine_are_refused() -> None:
     for name in ("tp_comm_overlap", "use_precision_aware_optimizer"):
         message = refused(transformer_config, parse([f"--{name.replace('_', '-')}"]), CPU)
         assert message.startswith(f"{name}: got true, needs CUDA with Transformer Engine; install it or ")
+    offloaded = parse(["--use-precision-aware-optimizer", "--optimizer-cpu-offload"])
+    assert refused(transformer_config, offloaded, CPU) == "optimizer_cpu_offload: got true, needs CUDA; leave it out"
     gpu = Platform(torch.device("cuda", 0), "nccl", transformer_engine=True)
     assert refused(transformer_config, parse(["--compile"]), gpu).startswith("compile: got true with Transformer ")
 

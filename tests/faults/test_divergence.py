@@ -78,9 +78,14 @@ def test_a_validation_loss_that_is_not_finite(small_data: SmallData, tmp_path: P
     command += ["--lr-warmup-from-zero", "--lr-warmup-iters", 1, "--save-interval", 1, "--save", run]
     command += ["--lr-decay-style", "constant"]
     done = Commands(2).attempt(*command, "--lr", 1e15, "--clip-grad", 0)
-    facts = check(run, done, 2)
+    facts = check(run, done, 1)
     assert (facts["what"], facts["step"]) == ("validation loss", 2)
     assert [record["step"] for record in read_jsonl(run / "evaluation.jsonl")] == [0, 1]
+    # a branch that saves nothing before this validation: the checkpoint it began with is good
+    branch = ["--load", run / "checkpoints" / "iter_0000001", "--override", "lr", "clip_grad", "train_iters"]
+    branch += ["--train-iters", 3, "--save-interval", 0, "--save", tmp_path / "branch"]
+    (process, _) = Commands(2).attempt(*command, "--lr", 1e15, "--clip-grad", 0, *branch)
+    assert "--load " + str(run / "checkpoints" / "iter_0000001") in line_of(process)
     flags = recommended(done[0])
     assert flags == ["--load", str(run / "checkpoints" / "iter_0000001"), "--override", "lr", "clip_grad"]
     Commands(2).run(*command, *flags, "--lr", 1e-4)

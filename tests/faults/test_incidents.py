@@ -102,6 +102,17 @@ def test_the_first_weights_of_a_run_of_an_earlier_version(
     assert np.average(losses, weights=counts) == pytest.approx(series(tmp_path, "lm_loss")[0], abs=1e-4)
 
 
+def test_a_branch_without_a_checkpoint_has_the_weights_it_began_with(
+    flags: list[object], alone: Commands, with_spike: Path, tmp_path: Path
+) -> None:
+    start = with_spike / "checkpoints" / folder_name(5)
+    alone.run(TRAINER, *flags, "--train-iters", 7, "--load", start, "--override", "train_iters", "--save", tmp_path)
+    heading, documents = inspected(alone, tmp_path, 5)
+    assert heading.endswith(str(start))
+    losses, counts = zip(*((float(loss), int(count)) for loss, count, *_ in documents), strict=True)
+    assert np.average(losses, weights=counts) == pytest.approx(series(tmp_path, "lm_loss")[0], abs=1e-4)
+
+
 def test_a_step_before_an_override_has_its_own_options(flags: list[object], alone: Commands, tmp_path: Path) -> None:
     common = [*flags, "--save", tmp_path, "--lr-decay-iters", 9]
     alone.run(TRAINER, *common, "--train-iters", 4)

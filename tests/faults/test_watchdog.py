@@ -85,6 +85,13 @@ def test_saving_and_loading_may_take_longer(small_data: SmallData, tmp_path: Pat
     assert saved_steps(tmp_path) == [1, 2]
 
 
+def test_a_step_may_take_longer(alone: Commands, small_data: SmallData) -> None:
+    """Both passes of five layers take longer than the limit of 2 s, but no layer does."""
+    flags = [*TINY, *small_data.flags, "--num-layers", 5, "--train-iters", 1, "--lr-warmup-iters", 0]
+    flags += ["--global-batch-size", 1, "--micro-batch-size", 1, "--watchdog-timeout", 2]
+    alone.run("tests/faults/slow_layers.py", *flags)
+
+
 def started(data: SmallData, run: Path) -> Running:
     flags = [*data.flags, "--train-iters", 100_000, "--watchdog-timeout", 3, "--save", run]
     running = Commands(2).start(TRAINER, *TINY, *flags)

@@ -38,3 +38,6 @@ def test_load_comes_before_init_from(alone: Commands, small_data: SmallData, tmp
     assert "done: " not in loaded.stderr
     (chosen,) = alone.run(TRAINER, *flags, *begin, "--load", "none")
     assert f"weights from {run}" in chosen.stderr
+    assert "rotates other angles" not in chosen.stderr
+    (other,) = alone.run(TRAINER, *flags, *begin, "--load", "none", "--rotary-base", 5e5, "--save", tmp_path / "other")
+    assert "rotates other angles than these weights were trained with: rotary_base 10000.0 -> 500000.0" in other.stderr

@@ -87,6 +87,7 @@ SLOW = {
     "latent recompute full tp2 sp cp2": Layout(f"{TP2_SP} {EXCHANGE} {FULL}", 4, LATENT),
     "deepseek pp2 distributed overlaps": Layout(f"{PP2} {OVERLAPS}", 4, DEEPSEEK),
     "olmo3 recompute full pp2 distributed overlaps": Layout(f"{PP2} {OVERLAPS} {FULL}", 2, OLMO3),
+    "a stage without layers": Layout(f"{PP2} --pipeline-model-parallel-layout E|ttttL", 2),
     "attention sinks tp2 sp": Layout(TP2_SP, 2, SINKS),
     "gpt-oss pp2 distributed overlaps": Layout(f"{PP2} {OVERLAPS}", 4, GPT_OSS),
     "gpt-oss cp2 ep2 ulysses recompute modules": Layout(f"{ULYSSES} {EP2} {MODULES} core_attn mlp", 2, GPT_OSS),

@@ -93,6 +93,14 @@ def evaluated(length: int, flags: str = "") -> list[PackedBatch]:
     return BatchMaker(options, ranks(), None).evaluate(lambda _: row, 0, length, LENGTH)
 
 
+def test_a_local_window_ends_where_an_evaluations_does() -> None:
+    """Also one that does not grow with the schedule's window in training."""
+    local = "--local-window 4"
+    borders = [evaluated(2, f"{local}{fixed}")[0].attention[True].borders for fixed in ("", " --local-window-fixed")]
+    for growing, fixed in zip(*borders, strict=True):
+        assert growing.tolist() == fixed.tolist() == [0, 2, 4, 6, 8]
+
+
 def scored(batches: list[PackedBatch]) -> list[tuple[int, int]]:
     """Return for each token that counts, in order: the token, and the number of tokens before it that it sees."""
     pairs: list[tuple[int, int]] = []

@@ -29,7 +29,7 @@ class Job:
         environment = {"RUN": str(run), "VENV": sys.prefix, "PYTHONPATH": os.environ["PYTHONPATH"]}
         environment |= {"MASTER_ADDR": socket.gethostname(), "OMP_NUM_THREADS": "1"}
         config = ["--config", "examples/configs/cpu_smoke.yaml", "--seq-length", "256", "--train-iters", str(STEPS)]
-        command = ["examples/slurm/pretrain.sbatch", *config, "--no-tensorboard", *data.flags]
+        command = ["examples/slurm/pretrain.sbatch", *config, "--no-tensorboard", *data.flags, "--device", "cpu"]
         self.number = cluster.submit(*SMALL, f"--output={self.output}", *command, environment=environment)
 
     @property

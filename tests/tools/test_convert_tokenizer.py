@@ -43,6 +43,10 @@ def test_llama3s_documents_do_not_end_with_their_beginning(tmp_path: Path) -> No
     assert tokenizer.decode([first, first + 1, first + 9]) == "<|begin_of_text|><|end_of_text|><|eot_id|>"
     named = convert(tmp_path / "tokenizer.model", tmp_path / "newer", "--encoding", "llama3.1")
     assert named.decode([first + 9, first + 10]) == "<|eot_id|><|python_tag|>"
+    # as in transformers' convert_llama_weights_to_hf.py
+    reserved = {3: 1, 5: 2, 11: 3, 255: 247}
+    for place, number in reserved.items():
+        assert named.decode([first + place]) == f"<|reserved_special_token_{number}|>"
 
 
 def test_special_tokens_are_those_of_the_file_beside(tmp_path: Path) -> None:

@@ -164,6 +164,18 @@ def test_what_would_be_lost_or_wrong_is_refused_at_once(alone: Commands, tmp_pat
         assert text in refusal(done)
 
 
+def test_results_of_a_model_outlive_a_later_one(alone: Commands, tmp_path: Path) -> None:
+    models = [write_model(tmp_path / name, "llama") for name in ("good", "damaged")]
+    weights = models[1] / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    flags = ["--input", *write_texts(tmp_path), "--tokenizer", "bytes", "--lengths", 64, "--output", tmp_path / "out"]
+    (done,) = alone.attempt(TOOL, "perplexity", *models, *flags)
+    assert "model.safetensors" in refusal(done)
+    record = json.loads((tmp_path / "out/perplexity.json").read_text())
+    assert [*record["models"]] == ["good"]
+    assert found(record, 64) == close(loop(models[0], ALL, 64, 32))
+
+
 def test_two_processes_find_what_a_plain_loop_finds(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", "llama")
     flags = [model, "--input", *write_texts(tmp_path), "--tokenizer", "bytes", "--lengths", 30, 64, "--stride", 21]

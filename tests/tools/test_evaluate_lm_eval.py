@@ -140,12 +140,21 @@ def test_two_models_are_compared_question_by_question(alone: Commands, stories_m
 
 
 def test_a_limit_is_of_each_length(alone: Commands, stories_model: Path, tmp_path: Path) -> None:
-    """RULER's questions are in the order of their lengths, of which lm-eval's own limit takes the first alone."""
+    """RULER's questions are in the order of their lengths, of which lm-eval's own limit takes the first alone.
+
+    Its texts are of a tokenizer, so that models with different ones are not compared.
+    """
+    models = [with_tokenizer(write_model(tmp_path / name, "llama", vocab_size=512), stories_model) for name in "ab"]
+    tokenizer = json.loads((stories_model / "tokenizer.json").read_text())
+    tokenizer["model"]["merges"].pop()
+    (models[1] / "tokenizer.json").write_text(json.dumps(tokenizer))
     flags = ["--tasks", "niah_single_1", "--lengths", 512, 768, "--max-length", 768, "--limit", 2, "--output", tmp_path]
-    alone.run(TOOL, "lm-eval", stories_model, *flags)
-    lengths = [result["length"] for result in json.loads((tmp_path / "lm-eval.json").read_text())["results"]]
-    items = read_jsonl(tmp_path / "lm-eval.items.jsonl")
+    alone.run(TOOL, "lm-eval", stories_model, *models, *flags)
+    record = json.loads((tmp_path / "lm-eval.json").read_text())
+    lengths = [result["length"] for result in record["results"] if result["model"] == stories_model.name]
+    items = [item for item in read_jsonl(tmp_path / "lm-eval.items.jsonl") if item["model"] == stories_model.name]
     assert (lengths, len(items)) == ([512, 768], 4)
+    assert [(pair["second"], pair["length"]) for pair in record["differences"]] == [("a", 512), ("a", 768)]
 
 
 def test_long_prompts_lose_their_middle() -> None:

@@ -1,6 +1,8 @@
 """tools/generate.py as a user calls it: token by token what transformers writes, by any number of processes."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -126,6 +128,9 @@ def test_a_chat_goes_by_the_template(alone: Commands, tmp_path: Path) -> None:
         spoken = tokenizer.decode([token for token in reply if token not in (2, end)])
         text, shown = text + spoken + "<|im_end|>\n", shown + spoken + "\n"
     assert done.stdout == shown
+    typed = f"the {END} grows\nthe window grows\nand\n"  # a typed turn that is refused does not end the conversation
+    command = [sys.executable, TOOL, *map(str, flags), "--system", "rows"]
+    assert subprocess.run(command, input=typed, stdout=subprocess.PIPE, text=True, check=True).stdout == shown
 
 
 def test_angles_that_follow_the_text_are_refused_beyond_their_length(alone: Commands, tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ _SILENT = set(chain.from_iterable(_WRITTEN[".silent"]))  # entries that do not c
 _COMPUTED = set(_WRITTEN[".computed"])  # entries that do, in transformers' code of some families
 # names with a dot are shared parts
 FAMILIES = typed({k: family for k, family in _WRITTEN.items() if k[0] != "."}, dict[str, Family], _FILE)
-_FIXED = {"hidden_act": "silu"}
+_FIXED = {"hidden_act": "silu", "is_causal": True}
 _LOCAL = "sliding_attention"
 _GLOBAL = "full_attention"
 _Integer = Annotated[int, Field(strict=True, gt=0, le=2**40)]
@@ -86,6 +86,8 @@ def model_config(entries: JsonObject) -> ModelConfig:
     kind = entries.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise UserError(f"has model_type {echo(kind)}, needs one of {', '.join(FAMILIES)}")
+    if kind == "mistral" and "layer_types" in entries:  # as in AutoConfig
+        kind = "ministral"
     family = FAMILIES[kind]
     entries = family.defaults | _entries_read(kind, entries)
     _check(entries, family)
@@ -123,10 +125,8 @@ def _entries_read(kind: str, entries: JsonObject) -> JsonObject:
         if entries.get(name) is None:
             entries.pop(name, None)
     if kind != "gemma3_text":
-        for name in ("rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern"):
+        for name in ("rope_local_base_freq", "sliding_window_pattern"):
             entries.pop(name, None)
-    if "_sliding_window_pattern" in entries:
-        entries["sliding_window_pattern"] = entries.pop("_sliding_window_pattern")
     if kind == "qwen3_moe" and "num_local_experts" in entries:
         entries["num_experts"] = entries.pop("num_local_experts")
     if kind == "dots1" and entries.get("scoring_func") == "noaux_tc":
@@ -205,7 +205,8 @@ def _local_options(entries: JsonObject, family: Family) -> JsonObject:
     if "use_sliding_window" in family.defaults and not entries["use_sliding_window"]:
         window = None
     reads_types = family.local == "some" or "use_sliding_window" in family.fixed
-    if reads_types and window is None and _LOCAL in (entries.get("layer_types") or ()):
+    is_missing = window is None or family.local is None
+    if reads_types and is_missing and _LOCAL in (entries.get("layer_types") or ()):
         needs = "a sliding_window, and use_sliding_window true where there is such an entry"
         raise UserError(f"has layer_types with {_LOCAL}, needs {needs}, or {_GLOBAL} alone")
     if family.local is None or window is None:
@@ -298,6 +299,7 @@ def _entries(model: ModelConfig, kind: str, row_length: int) -> JsonObject:
         entries["head_dim"] = model.head_size
     if kind == "gemma3_text":
         entries["query_pre_attn_scalar"] = model.query_pre_attn_scalar or model.head_size
+        entries["rope_local_base_freq"] = model.rotary_base_local or model.rotary_base  # for transformers 4
     if kind == "smollm3":
         entries["no_rope_layers"] = [int(model.has_rope(layer)) for layer in range(1, model.num_layers + 1)]
     return entries
@@ -350,6 +352,18 @@ def differences(model: ModelConfig, other: ModelConfig) -> list[str]:
     other_options = vars(comparable(other))
     names = [name for name in options if name != "rotary_base" and not name.startswith("rope_")]
     return [name for name in names if options[name] != other_options[name]]
+
+
+def rope_changes(before: ModelConfig, now: ModelConfig) -> list[str]:
+    """Return the base, the scaling and its options where they differ, as "rotary_base 500000.0 -> 8000000.0"."""
+    names = ["rotary_base", "rope_scaling"]
+    if before.rope_scaling == now.rope_scaling != "none":
+        names += [name for name in vars(now) if name.startswith("rope_") and name not in (*names, "rope_window_bases")]
+    return [
+        f"{name} {getattr(before, name)} -> {getattr(now, name)}"
+        for name in names
+        if getattr(before, name) != getattr(now, name)
+    ]
 
 
 def comparable(model: ModelConfig) -> ModelConfig:

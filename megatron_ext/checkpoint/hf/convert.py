@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.checkpoint.folders import folder_name, older, point, with_offer
+from megatron_ext.checkpoint.hf.auto_tokenizer import match_training
 from megatron_ext.checkpoint.hf.config import comparable, hugging_face_config
 from megatron_ext.checkpoint.hf.folder import (
     INDEX,
@@ -44,7 +45,7 @@ from megatron_ext.checkpoint.tensors import DTYPES, Shard, Stored, write, write_
 from megatron_ext.config import CheckpointConfig, Config, DataConfig, ModelConfig, TrainingConfig
 from megatron_ext.config.arguments import dump_yaml, from_dict, to_dict
 from megatron_ext.data.indexed import read_metadata
-from megatron_ext.data.text.chat import TEMPLATE_FILE
+from megatron_ext.data.text.chat import ADDITIONAL, TEMPLATE_FILE
 from megatron_ext.data.text.tokenizer import HF_CONFIG, HF_FILE, Tokenizer, read_beside
 from megatron_ext.errors import UserError, echo
 from megatron_ext.files.atomic import atomic_folder
@@ -55,7 +56,7 @@ _NO_WEIGHTS = ("optimizer.", "random_states.")
 _FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "*.model", "*.model.v*", "*.tiktoken"),
-    *("chat_template.jinja", "chat_template.json", "chat_templates/*.jinja", "generation_config.json"),
+    *("chat_template.jinja", "chat_template.json", f"{ADDITIONAL}/*.jinja", "generation_config.json"),
 )
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 Places = list[tuple[Parameter, Place]]
@@ -196,7 +197,8 @@ def megatron_to_hf(source: Path, output: Path, *, max_shard_bytes: int, tokenize
         write_config(folder, run.model, run.length, dtype, tokenizer_source)
         if tokenizer_source is not None:
             copy_files(tokenizer_source, folder)
-        _add_turn_ends(folder, from_dict(run.checkpoint.manifest.config).data)
+            match_training(folder)
+        _add_text_ends(folder, from_dict(run.checkpoint.manifest.config).data)
         _write_tensors(folder, _exported(run, places, stored), max_shard_bytes)
 
 
@@ -286,19 +288,19 @@ def open_run(source: Path) -> tuple[Pretrained, Places, Stored]:
     return run, places, stored
 
 
-def _add_turn_ends(folder: Path, data: DataConfig) -> None:
-    """Add to an export's `eos_token_id` the tokens that end the assistant's turns in the data sets of its run."""
+def _add_text_ends(folder: Path, data: DataConfig) -> None:
+    """Add to an export's `eos_token_id` the tokens that end documents and the assistant's turns in its run's data."""
     metadata: list[JsonObject] = []
     if data.mixture or data.data_path:
         metadata = [read_metadata(part.prefix) for part in data.parts]
-    turn_ends = [about["turn_end"] for about in metadata if about.get("turn_end") is not None]
+    text_ends = [about[name] for name in ("eod_id", "turn_end") for about in metadata if about.get(name) is not None]
     has_template = (folder / TEMPLATE_FILE).exists() or "chat_template" in read_beside(folder / HF_FILE, HF_CONFIG)
     if has_template and any("turn_end" not in about and about.get("chat_template", "unknown") for about in metadata):
         logger.warning(
             "eos_token_id: the metadata of the run's data sets is missing or old; if they are chats, add the token "
             "that ends the assistant's turns to the export's config.json and generation_config.json"
         )
-    if not turn_ends:
+    if not text_ends:
         return
     ends: list[int] = []
     for name in ("config.json", "generation_config.json"):
@@ -310,7 +312,7 @@ def _add_turn_ends(folder: Path, data: DataConfig) -> None:
             ends = listed
         elif listed is not None:
             ends = [listed]
-        ends = list(dict.fromkeys([*ends, *turn_ends]))
+        ends = list(dict.fromkeys([*ends, *text_ends]))
         entries["eos_token_id"] = ends
         (folder / name).write_text(json.dumps(entries, indent=2) + "\n")
 

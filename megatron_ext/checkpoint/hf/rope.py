@@ -67,6 +67,9 @@ def with_rope(model: ModelConfig, entries: JsonObject) -> ModelConfig:
         return _with_angles(model, base | (scaling or parameters), entries)
     # local and global layers differ, and only the latter may be scaled; transformers ignores `type`
     angles = {"rope_type": "default"} | base | _without_nulls(parameters.get("full_attention")) | scaling
+    angles.pop("truncate", None)  # transformers reads it for all kinds of layers together
+    if angles["rope_type"] == "yarn":
+        angles["truncate"] = parameters.get("truncate", True)
     local = {"rope_type": "default", "rope_theta": entries["rope_local_base_freq"]}
     local |= _without_nulls(parameters.get("sliding_attention"))
     model = _with_angles(model, angles, entries)
@@ -97,7 +100,9 @@ def _with_angles(model: ModelConfig, rope: JsonObject, entries: JsonObject) -> M
 
 def _scaling(model: ModelConfig, scaling: str, rope: JsonObject, entries: JsonObject) -> JsonObject:
     longest = entries.get("max_position_embeddings")
-    original = entries.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+    original = rope.get("original_max_position_embeddings")
+    if not model.traits.local_angles:
+        original = entries.get("original_max_position_embeddings") or original
     if scaling == "dynamic" or not original:
         original = longest
     factor = 1.0
@@ -169,7 +174,11 @@ def rope_entries(model: ModelConfig, row_length: int) -> JsonObject:
         if model.rotary_base_local is not None:
             local = {"rope_type": "default", "rope_theta": model.rotary_base_local}
         parameters = {"full_attention": parameters, "sliding_attention": local}
+        if "truncate" in entries:
+            parameters["truncate"] = entries["truncate"]
     rope: JsonObject = {"max_position_embeddings": row_length, "rope_theta": model.rotary_base}
+    if "partial_rotary_factor" in entries:  # for transformers 4
+        rope["partial_rotary_factor"] = entries["partial_rotary_factor"]
     if scaling == "dynamic":
         rope["max_position_embeddings"] = model.rope_original_length
     if scaling != "none":

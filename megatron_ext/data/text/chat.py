@@ -291,9 +291,11 @@ def has_json_in_json(messages: Messages, text: str) -> bool:
 
 
 def _read_sources(file: Path) -> dict[str, str]:
-    """Return the templates beside tokenizer.json, `file`, by name; a file is preferred to the configuration."""
+    """Return the templates beside tokenizer.json, `file`, by name; with files, the configuration's are not read."""
     sources: dict[str, str] = {}
     configured = read_beside(file, HF_CONFIG).get("chat_template")
+    if (file.parent / TEMPLATE_FILE).exists() or any((file.parent / ADDITIONAL).glob("*.jinja")):
+        configured = None
     if isinstance(configured, list):
         sources = {entry["name"]: entry["template"] for entry in configured}
     elif configured is not None:

@@ -86,6 +86,13 @@ def test_a_model_that_no_architecture_computes(options: dict[str, Any], text: st
     [
         ("llama", {"model_type": "gpt_neox"}, "model_type 'gpt_neox', needs one of llama, qwen2"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu', this model has 'silu' only"),
+        ("llama", {"is_causal": False}, "is_causal False, this model has True only"),
+        ("mistral-window", {"layer_types": ["full_attention"] + ["sliding_attention"] * 3}, "layer_types whose global"),
+        (
+            "smollm3",
+            {"layer_types": ["sliding_attention"] * 4, "sliding_window": 9},
+            "layer_types with sliding_attention",
+        ),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config {'bits': 4}, which this package does not"),
         ("llama", {"compression_config": {"a": 1}}, "support; use the model before its quantization"),
         ("llama", {"transformers_weights": "x.safetensors"}, "transformers_weights 'x.safetensors', which this"),
@@ -141,6 +148,21 @@ def test_layer_types_without_a_window_are_refused_as_transformers_cannot_run_the
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
     with pytest.raises((ValueError, TypeError)):
         model(torch.tensor([[1, 2, 3]]))
+
+
+def test_mistrals_layers_and_gemmas_pattern_are_what_auto_config_makes_of_them() -> None:
+    mistral = SIZES | {"model_type": "mistral", "sliding_window": 9}
+    alternating = mistral | {"layer_types": ["sliding_attention", "full_attention"] * 2}
+    for content in (mistral, alternating):
+        config = AutoConfig.for_model(
+            **(content | {"model_type": "ministral" if "layer_types" in content else "mistral"})
+        )
+        period = 2 if "full_attention" in (getattr(config, "layer_types", None) or ()) else None
+        assert (model_config(content).local_window, model_config(content).window_attn_skip_freq) == (9, period)
+    gemma = SIZES | ARCHITECTURES["gemma3"] | {"layer_types": None, "_sliding_window_pattern": 2}
+    types = AutoConfig.for_model(**gemma).layer_types
+    every = model_config(gemma).window_attn_skip_freq or 100
+    assert types == [f"{'sliding' if layer % every else 'full'}_attention" for layer in range(1, len(types) + 1)]
 
 
 def test_entries_that_only_concern_generation_change_nothing() -> None:

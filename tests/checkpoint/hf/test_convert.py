@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from megatron_ext.checkpoint.hf.config import comparable
 from megatron_ext.checkpoint.hf.convert import hf_to_megatron, megatron_to_hf, write_config
@@ -20,7 +20,7 @@ from megatron_ext.checkpoint.manifest import Manifest
 from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import ModelConfig
 from megatron_ext.data.preprocess.pipeline import PreprocessOptions, preprocess
-from megatron_ext.data.text.tokenizer import Tokenizer
+from megatron_ext.data.text.tokenizer import Tokenizer, train_bpe
 from tests.chats import END, PLAIN, conversations, put_chats, put_tokenizer
 from tests.checkpoint.models import ARCHITECTURES, SIZES, write_model
 from tests.conftest import refused
@@ -50,7 +50,12 @@ def logits(folder: Path) -> torch.Tensor:
 
 def test_a_real_model_comes_back_bit_for_bit(stories_model: Path, tmp_path: Path) -> None:
     """Tensors, in one file and in several, configuration and all auxiliary files; and no code."""
-    names = ["generation_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_templates/tool.jinja"]
+    names = [
+        "generation_config.json",
+        "special_tokens_map.json",
+        "chat_template.jinja",
+        "additional_chat_templates/tool.jinja",
+    ]
     model = Path(shutil.copytree(stories_model, tmp_path / "model"))
     for name in names:
         (model / name).parent.mkdir(exist_ok=True)
@@ -182,6 +187,25 @@ def test_a_coefficient_of_balancing_is_named(tmp_path: Path, caplog: pytest.LogC
     assert "router_aux_loss_coef 0.02; choose --moe-aux-loss-coeff" in caplog.text
 
 
+def test_an_export_has_the_ids_of_training_in_transformers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its own classes read no more than the vocabulary and the merges; for Qwen2 it takes no other class."""
+    texts = [f"def function_{i}(value):\n    return value + {i}12\n\n  It's 2024! don't" for i in range(200)]
+    probes = ("It's 2024", "a\n\n  b", "cafe\u0301", " indented")
+    for architecture, described in (("llama", True), ("qwen3", False), ("qwen2", True)):
+        model = write_model(tmp_path / architecture, architecture)
+        train_bpe(texts, 300, model)
+        if not described:
+            (model / "tokenizer_config.json").unlink()
+        hf_to_megatron(model, tmp_path / f"{architecture}-run")
+        caplog.clear()
+        back(tmp_path / f"{architecture}-run", tmp_path / f"{architecture}-back", tokenizer=None)
+        theirs = AutoTokenizer.from_pretrained(tmp_path / f"{architecture}-back")
+        ours = Tokenizer(model)
+        is_same = all(theirs.encode(text, add_special_tokens=False) == ours.encode(text) for text in probes)
+        assert is_same is ("not the ids of training" not in caplog.text)
+        assert is_same is (architecture != "qwen2")
+
+
 def test_an_export_of_a_run_on_chats_ends_with_a_turn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The base model's own ends of text end it as well."""
     model = write_model(tmp_path / "model", "llama", eos_token_id=2)
@@ -192,6 +216,7 @@ def test_an_export_of_a_run_on_chats_ends_with_a_turn(tmp_path: Path, caplog: py
     file = put_chats(tmp_path / "chats.jsonl", conversations(3))
     preprocess(PreprocessOptions([str(file)], str(chats), str(model), messages_field="messages"))
     (tmp_path / "texts.json").write_text('{"turn_end": null}')
+    (tmp_path / "ends.json").write_text('{"turn_end": null, "eod_id": 5}')
     hf_to_megatron(model, run)
     folder = Pretrained.find(run).folder
     end = Tokenizer(model).encode_spelled(END)[0][0]
@@ -199,6 +224,7 @@ def test_an_export_of_a_run_on_chats_ends_with_a_turn(tmp_path: Path, caplog: py
     for data, ends, warned in (
         ("chats", ([2, end], [2, 3, end]), False),
         ("texts", (2, [2, 3]), False),
+        ("ends", ([2, 5], [2, 3, 5]), False),
         ("moved", (2, [2, 3]), True),
     ):
         trained = config | {"data": config["data"] | {"data_path": [str(tmp_path / data)]}}
@@ -211,10 +237,10 @@ def test_an_export_of_a_run_on_chats_ends_with_a_turn(tmp_path: Path, caplog: py
         assert ("metadata of the run's data sets is missing" in caplog.text) is warned
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "chat_templates/a.jinja"])
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "additional_chat_templates/a.jinja"])
 def test_a_link_out_of_the_folder_is_not_copied(stories_model: Path, tmp_path: Path, name: str) -> None:
     model = Path(shutil.copytree(stories_model, tmp_path / "model"))
-    (model / "chat_templates").mkdir()
+    (model / "additional_chat_templates").mkdir()
     private = tmp_path / "private"
     link = model / name
     shutil.move(link, private) if link.is_file() else private.write_text("{}")
@@ -222,7 +248,7 @@ def test_a_link_out_of_the_folder_is_not_copied(stories_model: Path, tmp_path: P
     message = refused(hf_to_megatron, model, tmp_path / "run")
     assert message.startswith(f"checkpoint: {link} is a link to {private}; put a copy")
     assert not (tmp_path / "run").exists()
-    inside = model / "chat_templates" / "content"  # nothing that is carried by its own name
+    inside = model / "additional_chat_templates" / "content"  # nothing that is carried by its own name
     shutil.copyfile(private, inside)
     link.unlink()
     link.symlink_to(inside)

@@ -6,7 +6,9 @@ import pytest
 import torch
 from transformers import AutoConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 
 from megatron_ext.checkpoint.hf.config import hugging_face_config, model_config
 from megatron_ext.config import ModelConfig
@@ -14,6 +16,7 @@ from megatron_ext.rope import angles, attention_factor, model_frequencies, score
 from tests.checkpoint.models import ARCHITECTURES, SCALED, SIZES
 from tests.conftest import refused
 
+OLMO_AND_GEMMA = {"olmo3": Olmo3RotaryEmbedding, "gemma3": Gemma3RotaryEmbedding}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 
@@ -58,6 +61,34 @@ def test_frequencies_are_those_of_transformers(rope: dict[str, Any], length: int
     model = model_config(entries)
     for read in (entries, hugging_face_config(model, 300, length)):
         assert_same_angles(read, model, length)
+
+
+@pytest.mark.parametrize("architecture", ["olmo3", "gemma3"])
+@pytest.mark.parametrize("place", ["full_attention", "rope_parameters", "original"])
+def test_entries_for_kinds_of_layers_are_read_where_transformers_reads_them(architecture: str, place: str) -> None:
+    """`truncate` beside the kinds of layers, the original length with its kind; both ways."""
+    yarn = YARN | {"rope_theta": 500.0, "beta_fast": 7.3, "beta_slow": 1.7}
+    parameters: dict[str, Any] = {"full_attention": yarn}
+    parameters["sliding_attention"] = {"rope_type": "default", "rope_theta": 500.0}
+    entries = SIZES | ARCHITECTURES[architecture] | {"rope_parameters": parameters}
+    if place == "original":
+        entries["original_max_position_embeddings"] = 100
+    else:
+        (parameters if place == "rope_parameters" else yarn)["truncate"] = False
+    model = model_config(entries)
+    embedding = OLMO_AND_GEMMA[architecture]
+    for read in (entries, hugging_face_config(model, 300, entries["max_position_embeddings"])):
+        theirs = embedding(AutoConfig.for_model(**read)).full_attention_inv_freq
+        torch.testing.assert_close(theirs.double(), model_frequencies(model, 128), rtol=1e-5, atol=0)
+
+
+def test_an_export_says_the_same_to_transformers_4() -> None:
+    """Which reads these entries at the top alone."""
+    phi = model_config(SIZES | ARCHITECTURES["phi"] | {"partial_rotary_factor": 0.25, "rope_parameters": None})
+    assert hugging_face_config(phi, 300, 64)["partial_rotary_factor"] == 0.25
+    local = {"rope_type": "default", "rope_theta": 70.0}
+    gemma = SIZES | ARCHITECTURES["gemma3"] | {"rope_parameters": {"sliding_attention": local}}
+    assert hugging_face_config(model_config(gemma), 300, 64)["rope_local_base_freq"] == 70.0
 
 
 def test_old_entries_beside_new_ones_mean_what_they_do_to_transformers() -> None:

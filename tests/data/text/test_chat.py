@@ -142,12 +142,12 @@ def test_parts_are_joined_for_a_template_that_reads_none(source: str) -> None:
     )
 
 
-@pytest.mark.parametrize("in_files", [False, True])
-def test_conversations_with_tools_have_their_template(tmp_path: Path, in_files: bool) -> None:
+@pytest.mark.parametrize("place", ["files", "configuration", "configuration beside a file"])
+def test_conversations_with_tools_have_their_template(tmp_path: Path, place: str) -> None:
     """If a tokenizer has several, transformers' choice is taken."""
     folder = put_tokenizer(tmp_path, None)
     sources = {"default": PLAIN, "tool_use": "{{ tools | length }}" + PLAIN, "rag": "rag"}
-    if in_files:
+    if place == "files":
         (folder / "additional_chat_templates").mkdir()
         for name, source in sources.items():
             file = "chat_template" if name == "default" else f"additional_chat_templates/{name}"
@@ -156,6 +156,8 @@ def test_conversations_with_tools_have_their_template(tmp_path: Path, in_files: 
         config = json.loads((folder / "tokenizer_config.json").read_text())
         config["chat_template"] = [{"name": name, "template": source} for name, source in sources.items()]
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    if place == "configuration beside a file":
+        (folder / "chat_template.jinja").write_text(PLAIN)
     tokenizer, chat_template = PreTrainedTokenizerFast.from_pretrained(folder), ChatTemplate.of(folder)
     for tools in (None, [], [{"name": "f"}]):
         assert chat_template.render([ASK, SAY], tools)[0] == tokenizer.apply_chat_template(
