@@ -1,7 +1,7 @@
 """The window schedule in transformers' Trainer, without Megatron.
 
-    python examples/transformers_trainer.py --model FOLDER --data-path PREFIX --seq-length 8192 --window-rate 0.125 \
-        --attention flash_attention_2 --output_dir runs/hf --max_steps 1000 --per_device_train_batch_size 2 --bf16
+    python examples/transformers_trainer.py --model FOLDER --from-scratch --data-path PREFIX --seq-length 8192 \
+        --window-rate 6.4 --attention flash_attention_2 --output_dir runs/hf --max_steps 2000 --bf16
 
 All flags of `TrainingArguments` work; --from-scratch starts from random weights, --weighted reads weights of tokens.
 `WindowedRows` and `collate` are all that a script of your own needs, and `weighted_loss` if its rows have token

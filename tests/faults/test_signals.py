@@ -97,7 +97,7 @@ def test_an_interrupted_validation_is_repeated_on_resume(small_data: SmallData, 
     run = tmp_path / "run"
     flags = [*COMMON, *small_data.flags, "--train-iters", 3, "--eval-interval", 3, "--lr-warmup-iters", 0]
     flags += ["--save", run]
-    running = Commands().start(TRAINER, *flags, "--eval-iters", 30)
+    running = Commands().start(TRAINER, *flags, "--eval-iters", 300)
     wait_for_steps(running, run / "metrics.jsonl", 3)
     assert stopped(running, signal.SIGUSR1) == [85]
     assert [record["step"] for record in read_jsonl(run / "evaluation.jsonl")] == [0]
