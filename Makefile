@@ -21,6 +21,8 @@ setup: $(VENV)/installed data/smoke/corpus.idx  ## create the virtual environmen
 # torch's CUDA build.
 $(VENV)/installed: pyproject.toml setup.py constraints.txt requirements.lock
 	$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { \
+		echo "$(VENV): has $$($(BIN)/python --version), needs Python 3.11 to 3.13: rm -r $(VENV), and add PYTHON=python3.12" >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch "triton; sys_platform == 'linux'"
 	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --requirement requirements.lock
 	$(BIN)/python -m pip install --quiet --no-deps --editable .

@@ -3,7 +3,7 @@
 #   benchmarks/flash_attn_4.sh fetch FOLDER          download the wheels of docker/flash-attn-4.lock for Python 3.12
 #   benchmarks/flash_attn_4.sh compile FOLDER        beforehand, without a GPU: the kernels that benchmarks/gpu.sh calls on
 #                                                    an H100 or H200, for Python 3.12, with FlashAttention 4 of the same
-#                                                    version in the Python that runs this ('.[fa4]'): 6 minutes
+#                                                    version in the Python that runs this (-e '.[fa4]'): 6 minutes
 #   benchmarks/flash_attn_4.sh install FOLDER SITE   there: join the pieces, install into SITE, print what to export
 set -euo pipefail
 lock=$(dirname "$0")/../docker/flash-attn-4.lock

@@ -9,4 +9,4 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" # if the package is not inst
 "${PYTHON:-python3}" tools/train_tokenizer.py --input data/smoke/corpus.jsonl --vocab-size 1024 --output data/smoke/tokenizer \
   --overwrite
 "${PYTHON:-python3}" tools/preprocess_data.py --input data/smoke/corpus.jsonl --output-prefix data/smoke/corpus \
-  --tokenizer-model data/smoke/tokenizer --overwrite
+  --tokenizer-model data/smoke/tokenizer --source-field name --overwrite

@@ -15,7 +15,7 @@ PATH = re.compile(rf"(?<![\w/.-])(?:{FOLDERS})/[\w./-]*[\w/]")
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*+(?:-[a-z0-9]+)*+(?![/_]|\.py)")  # --batch.py--> is an arrow
 TORCHRUN = """
-    --nproc-per-node --shutdown-timeout --signals-to-handle --rdzv-backend --rdzv-endpoint --local-addr --no-python
+    --nproc-per-node --shutdown-timeout --signals-to-handle --rdzv-backend --rdzv-endpoint --local-addr --no-python --nnodes
 """
 SLURM = """
     --array --nodes --partition --account --signal --mem --exclusive --time --requeue --open-mode --container-image
@@ -25,7 +25,7 @@ SLURM = """
 # lm-eval's, OLMES's, pip's, torchfrtrace's, Megatron-LM's, docker's
 OTHERS = """
     --model --task --tasks --output-dir --no-build-isolation --no-deps --prefix --dist-ckpt-strictness --rm --gpus --ipc
-    --volume --dist-ckpt-optim-fully-reshardable --use-checkpoint-args --finetune
+    --volume --user --env --workdir --dist-ckpt-optim-fully-reshardable --use-checkpoint-args --finetune
 """
 
 

@@ -211,7 +211,7 @@ def _at_start(x: Tensor) -> Tensor:
 def te_thd_missing() -> str | None:
     if find_spec("transformer_engine"):
         return None
-    return "is not installed; pip install --no-build-isolation '.[gpu]', or use an NGC PyTorch image"
+    return "is not installed; pip install --no-build-isolation -e '.[gpu]', or use an NGC PyTorch image"
 
 
 def te_thd_kernel(

@@ -45,6 +45,8 @@ def find(device: str) -> Platform:
             torch sees none of the GPUs of a Slurm job; LOCAL_RANK is the number of no GPU; or the import of an
             installed Transformer Engine fails.
     """
+    # kernels start in program order, so that tensor parallelism overlaps with its communication; CUDA reads it at start
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     cuda = torch.cuda.is_available()
     if device == "cuda" and not cuda:
         raise UserError("device: got cuda, needs a CUDA device that torch can see; use --device cpu")
