@@ -15,7 +15,8 @@ PATH = re.compile(rf"(?<![\w/.-])(?:{FOLDERS})/[\w./-]*[\w/]")
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*+(?:-[a-z0-9]+)*+(?![/_]|\.py)")  # --batch.py--> is an arrow
 TORCHRUN = """
-    --nproc-per-node --shutdown-timeout --signals-to-handle --rdzv-backend --rdzv-endpoint --local-addr --no-python --nnodes
+    --nproc-per-node --shutdown-timeout --signals-to-handle --rdzv-backend --rdzv-endpoint --local-addr --no-python
+    --nnodes
 """
 SLURM = """
     --array --nodes --partition --account --signal --mem --exclusive --time --requeue --open-mode --container-image

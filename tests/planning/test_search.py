@@ -1,5 +1,6 @@
 """The search for layouts: what it lists is legal and fits, and nothing that it passed over would have been better."""
 
+import re
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -153,6 +154,23 @@ def test_a_run_without_data_is_planned_on_typical_documents(tmp_path: Path, caps
     assert parse(["--config", str(output)]).data.data_path == ()
     written = text.partition(" --dry-run")[0].split("pretrain_skyladder.py")[1].split()
     assert list(mistakes(parse(written), 8)) == []
+
+
+def test_a_plan_waits_for_its_longest_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A rank may wait for another as long as a step takes, Slurm for the four steps before a checkpoint."""
+    output = tmp_path / "plan.yaml"
+    for batch in (2, 2000):
+        words = ["--model-preset", "1B", "--bf16", "--seq-length", "131072", "--global-batch-size", str(batch)]
+        text = "\n".join(lines_of([*words, "--gpus", "2", "--output", str(output), "--overwrite"], capsys))
+        minutes = parse(["--config", str(output)]).parallel.distributed_timeout_minutes
+        longest = re.search(r"a step takes up to (\d+) s; .*--signal=USR1@(\d+)", text)
+        assert (longest is None) == (batch == 2)
+        if longest is None:
+            assert minutes == 10
+        else:
+            seconds, signal = map(int, longest.groups())
+            assert minutes * 60 >= 2 * seconds
+            assert signal > 4 * seconds
 
 
 def test_any_number_of_context_parallel_ranks_that_divides_a_row_is_tried() -> None:

@@ -312,6 +312,8 @@ def _add_text_ends(folder: Path, data: DataConfig) -> None:
             ends = listed
         elif listed is not None:
             ends = [listed]
+        if set(text_ends) <= set(ends):
+            continue
         ends = list(dict.fromkeys([*ends, *text_ends]))
         entries["eos_token_id"] = ends
         (folder / name).write_text(json.dumps(entries, indent=2) + "\n")
