@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from megatron_ext.checkpoint.hf.config import rope_changes
 from megatron_ext.checkpoint.parameters import count_active_parameters, count_parameters
 from megatron_ext.config import Config
 from megatron_ext.config.checks import WARNINGS, broken
@@ -26,7 +25,7 @@ from megatron_ext.engine.transformer import fusions_here
 from megatron_ext.engine.weights import initialise, mark_parts
 from megatron_ext.planning.step_time import read_speeds
 from megatron_ext.run.callbacks import RunInfo
-from megatron_ext.run.inputs import Inputs, open_inputs
+from megatron_ext.run.inputs import Inputs, describe_weights, open_inputs
 
 logger = logging.getLogger(__name__)
 
@@ -95,12 +94,9 @@ def describe_run(config: Config, built: Built) -> RunInfo:
 
 def _read(config: Config, inputs: Inputs) -> list[str]:
     """Describe the initial weights, and the token ids that the model does not have."""
-    lines = []
+    lines: list[str] = []
     if inputs.pretrained is not None:
-        lines.append(f"weights from {inputs.pretrained.folder}")
-        angles = rope_changes(inputs.pretrained.model, config.model)
-        if angles:
-            lines.append(f"this run rotates other angles than these weights were trained with: {', '.join(angles)}")
+        lines += describe_weights(inputs.pretrained, config.model)
     if config.data.tokenizer_model:
         lines += ids_without_rows(Tokenizer(config.data.tokenizer_model), inputs.vocab_size)
     return lines

@@ -12,7 +12,7 @@ from megatron_ext.data.text.tokenizer import Tokenizer, ids_without_rows, vocabu
 from megatron_ext.errors import UserError
 from megatron_ext.planning.run_plan import describe
 from megatron_ext.run.identity import checked_vocab_size, open_scores
-from megatron_ext.run.inputs import TRAINING, VALIDATION, first_weights, open_part, open_split
+from megatron_ext.run.inputs import TRAINING, VALIDATION, describe_weights, first_weights, open_part, open_split
 
 MISSING = "missing          "
 
@@ -55,7 +55,9 @@ def look_at_inputs(stage: Stage, vocab_size: int) -> Iterator[str]:
         if not Path(weights).exists():
             yield f"{MISSING}init_from: {weights} does not exist"
         elif checkpoint is None:
-            first_weights(config, vocab_size)
+            pretrained = first_weights(config, vocab_size)
+            assert pretrained is not None
+            yield from (f"init_from        {line}" for line in describe_weights(pretrained, config.model))
     yield from _data_lines(config, vocab_size)
 
 

@@ -4,13 +4,14 @@ The datasets of `--data-path` or a mixture are split, packed and blended; rows a
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_ext.checkpoint.folders import Checkpoint, end_of_samples, find_checkpoint
+from megatron_ext.checkpoint.hf.config import rope_changes
 from megatron_ext.checkpoint.pretrained import Pretrained
-from megatron_ext.config import Config
+from megatron_ext.config import Config, ModelConfig
 from megatron_ext.config.mixture import MixturePart, split_documents
 from megatron_ext.data.indexed import IndexedSource
 from megatron_ext.data.packing.plan import PlanKey, load_plan
@@ -87,6 +88,14 @@ def first_weights(config: Config, vocab_size: int) -> Pretrained | None:
             "give a run or a checkpoint, or leave --init-optimizer out"
         )
     return pretrained
+
+
+def describe_weights(pretrained: Pretrained, model: ModelConfig) -> Iterator[str]:
+    """Yield lines that name initial weights, and what of their rotary angles differs from the run's."""
+    yield f"weights from {pretrained.folder}"
+    angles = rope_changes(pretrained.model, model)
+    if angles:
+        yield f"this run rotates other angles than these weights were trained with: {', '.join(angles)}"
 
 
 @dataclass(frozen=True)

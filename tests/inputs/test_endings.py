@@ -39,5 +39,8 @@ def test_load_comes_before_init_from(alone: Commands, small_data: SmallData, tmp
     (chosen,) = alone.run(TRAINER, *flags, *begin, "--load", "none")
     assert f"weights from {run}" in chosen.stderr
     assert "rotates other angles" not in chosen.stderr
-    (other,) = alone.run(TRAINER, *flags, *begin, "--load", "none", "--rotary-base", 5e5, "--save", tmp_path / "other")
-    assert "rotates other angles than these weights were trained with: rotary_base 10000.0 -> 500000.0" in other.stderr
+    other = [*flags, "--init-from", run, "--rotary-base", 5e5, "--save", tmp_path / "other"]
+    (dry,) = alone.run(TRAINER, *other, "--dry-run")
+    (trained,) = alone.run(TRAINER, *other)
+    for text in (dry.stdout, trained.stderr):
+        assert "rotates other angles than these weights were trained with: rotary_base 10000.0 -> 500000.0" in text
