@@ -63,7 +63,9 @@ def inspect_step(run: Path, step: int, today: Config, characters: int) -> Iterat
     yield f"step {step}, window {window}, losses under {weights}"
     for name in ("lm_loss", "grad_norm", "learning_rate"):
         yield f"{name} recorded: {recorded.get(name, 'nothing')}"
-    for loss, description in sorted(_documents(config, samples, window, characters), reverse=True):
+    documents = list(_documents(config, samples, window, characters))
+    documents.sort(key=lambda document: math.inf if math.isnan(document[0]) else document[0], reverse=True)
+    for loss, description in documents:
         yield f"loss {loss:.4f} {description}"
 
 
