@@ -51,7 +51,7 @@ _SILENT = set(chain.from_iterable(_WRITTEN[".silent"]))  # entries that do not c
 _COMPUTED = set(_WRITTEN[".computed"])  # entries that do, in transformers' code of some families
 # names with a dot are shared parts
 FAMILIES = typed({k: family for k, family in _WRITTEN.items() if k[0] != "."}, dict[str, Family], _FILE)
-_FIXED = {"hidden_act": "silu", "is_causal": True}
+_FIXED = {"hidden_act": "silu"}
 _LOCAL = "sliding_attention"
 _GLOBAL = "full_attention"
 _Integer = Annotated[int, Field(strict=True, gt=0, le=2**40)]
@@ -149,7 +149,7 @@ def _check(entries: JsonObject, family: Family) -> None:
     for name in sorted(needed):
         if entries.get(name) is None:
             raise UserError(f"has no {name}; use another model")
-    fixed = _FIXED | family.fixed
+    fixed = {"is_causal": True} | _FIXED | family.fixed
     for name, supported in fixed.items():
         value = entries.get(name, supported)
         if value != supported and (value is not None or supported is True):  # transformers takes null for false
