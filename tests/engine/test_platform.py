@@ -111,3 +111,13 @@ def test_a_transformer_engine_that_cannot_be_imported_is_refused(monkeypatch: py
     assert not platform.find("cuda").transformer_engine
     monkeypatch.setitem(sys.modules, "transformer_engine", empty("transformer_engine"))  # without its part for torch
     assert "transformer-engine" in refused(platform.find, "cuda")
+
+
+def test_a_job_with_gpus_does_not_fall_back_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that is too old for torch would otherwise show in the speed alone."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
+    assert "device: got auto in a job with 8 GPUs" in refused(platform.find, "auto")
+    assert platform.find("cpu").device.type == "cpu"
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "0")
+    assert platform.find("auto").device.type == "cpu"
