@@ -88,7 +88,7 @@ def test_an_array_fills_one_store(cluster: Cluster, alone: Commands, small_data:
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     LlamaForCausalLM(LlamaConfig(vocab_size=1031, **sizes)).save_pretrained(tmp_path / "model")
     flags = ["--config", "examples/configs/cpu_smoke.yaml", *small_data.flags, "--seq-length", 64]
-    flags += ["--micro-batch-size", 1, "--context", 16, "--rows", 7]
+    flags += ["--micro-batch-size", 1, "--context", 16, "--rows", 7, "--device", "cpu"]
     settings = environment(tmp_path, SCORER=tmp_path / "model", STORE=tmp_path / "scores.zarr", PARTS=2)
     options = ["--array=0-1", "--ntasks-per-node=1", "--gpus-per-node=1", *SMALL, f"--output={tmp_path}/job-%a.log"]
     job = cluster.submit(*options, "examples/slurm/score.sbatch", *flags, environment=settings)
