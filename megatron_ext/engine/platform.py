@@ -57,7 +57,8 @@ def find(device: str) -> Platform:
         )
     if not cuda:
         given = os.environ.get("SLURM_GPUS_ON_NODE", "0")
-        if device == "auto" and given != "0":
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+        if device == "auto" and given != "0" and not hidden:
             raise UserError(
                 f"device: got auto in a job with {given} GPUs on a node, of which torch {torch.__version__} sees none; "
                 "nvidia-smi prints the newest CUDA of the driver; use --device cpu to train on the CPUs"

@@ -117,6 +117,9 @@ def test_a_job_with_gpus_does_not_fall_back_to_the_cpu(monkeypatch: pytest.Monke
     """A driver that is too old for torch would otherwise show in the speed alone."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert platform.find("auto").device.type == "cpu"  # the user hides them
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert "device: got auto in a job with 8 GPUs" in refused(platform.find, "auto")
     assert platform.find("cpu").device.type == "cpu"
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "0")
