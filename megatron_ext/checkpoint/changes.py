@@ -85,7 +85,7 @@ def differences(saved: dict[str, Any], config: Config) -> list[Change]:
         return []
     was = to_dict(effective(before))
     now = to_dict(effective(config))
-    if was["data"]["mixture"] != now["data"]["mixture"]:  # whose packing options have it
+    if was["data"]["mixture"] != now["data"]["mixture"]:  # its packing options depend on the share
         was["data"]["long_share"] = old["data"]["long_share"]
         now["data"]["long_share"] = new["data"]["long_share"]
     if written & set(_VOCABULARY):  # another tokenizer changes the vocabulary size even if neither side sets it

@@ -56,12 +56,12 @@ def find(device: str) -> Platform:
             "hide it with CUDA_VISIBLE_DEVICES= or use --device cuda"
         )
     if not cuda:
-        given = os.environ.get("SLURM_GPUS_ON_NODE", "0")
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
-        if device == "auto" and given != "0" and not hidden:
+        gpus_of_job = os.environ.get("SLURM_GPUS_ON_NODE", "0")
+        user_hides_gpus = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+        if device == "auto" and gpus_of_job != "0" and not user_hides_gpus:
             raise UserError(
-                f"device: got auto in a job with {given} GPUs on a node, of which torch {torch.__version__} sees none; "
-                "nvidia-smi prints the newest CUDA of the driver; use --device cpu to train on the CPUs"
+                f"device: got auto in a job with {gpus_of_job} GPUs on a node, but torch {torch.__version__} sees "
+                "none; nvidia-smi prints the newest CUDA of the driver; use --device cpu to train on the CPUs"
             )
         return Platform(_CPU, "gloo", transformer_engine=False)
     number = read_launch().local_rank

@@ -73,7 +73,7 @@ def _beginning(run: Path, step: int, today: Config) -> tuple[str, str | None]:
     """Name the weights with which a run began that has no checkpoint up to a step; a path, or None for random ones.
 
     Raises:
-        UserError: they were those of a checkpoint that is not there anymore.
+        UserError: the run began with a checkpoint that is not there anymore.
     """
     first = "the first weights of the run"
     starts = [start for start in read_history(run).starts if start["step"] <= step]

@@ -41,7 +41,9 @@ def match_training(folder: Path) -> None:
     if _difference(folder, ours) is None:
         return
     file = folder / HF_CONFIG
-    before = file.read_bytes() if file.exists() else None
+    before = None
+    if file.exists():
+        before = file.read_bytes()
     entries = read_beside(folder / HF_FILE, HF_CONFIG) | {"tokenizer_class": WHOLE_FILE}
     file.write_text(json.dumps(entries, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     difference = _difference(folder, ours)
@@ -69,10 +71,10 @@ def _difference(folder: Path, ours: Tokenizer) -> str | None:
     try:
         with library_errors(UserError):
             theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            given = {text: theirs.encode(text, add_special_tokens=False) for text in expected}
+            ids_by_text = {text: theirs.encode(text, add_special_tokens=False) for text in expected}
     except UserError as error:
         return f"an error ({error})"
-    for text, ids in given.items():
+    for text, ids in ids_by_text.items():
         if ids != expected[text]:
             return f"{ids} for {text!r} instead of {expected[text]}"
     return None
