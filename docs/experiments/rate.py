@@ -9,6 +9,7 @@ with the file of runs alone (--runs).
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -28,7 +29,23 @@ LENGTHS = (32, ROW)
 RATES = range(1, 4)  # k of 2e-3 * sqrt(2)^k, before extensions
 OCTAVES = 0.5  # between neighbouring rates
 EXPONENTS = range(-4, 13)  # limits of the extensions
+TUNING_SEEDS = tuple(range(21, 24))
 SEEDS = tuple(range(21, 26))
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is compared.
+
+    Attributes:
+        budgets: steps of a run.
+        tuning_seeds: run at every rate, and choose the rates.
+        seeds: of the gains. Those that choose no rate run at the chosen ones alone.
+    """
+
+    budgets: Sequence[int] = BUDGETS
+    tuning_seeds: Sequence[int] = TUNING_SEEDS
+    seeds: Sequence[int] = SEEDS
 
 
 def rate(k: int) -> float:
@@ -39,7 +56,7 @@ def rate(k: int) -> float:
 def planned(
     budgets: Sequence[int], seeds: Sequence[int], rates: Sequence[int] = RATES, arms: Sequence[str] = ARMS
 ) -> list[Plan]:
-    """List the runs of a grid, seed by seed: a stopped experiment has fewer seeds."""
+    """List the runs at these rates, seed by seed."""
     return [Plan(arm, rate(k), steps, seed) for seed in seeds for steps in budgets for k in rates for arm in arms]
 
 
@@ -92,8 +109,19 @@ def best_of(losses_by_exponent: dict[int, Float64]) -> int:
     return min(losses_by_exponent, key=lambda k: losses_by_exponent[k].mean())
 
 
-def missing(runs: Losses, budgets: Sequence[int], seeds: Sequence[int]) -> list[Plan]:
-    """Return the runs of the next part: the grid, then the next rate of an arm that is best at an edge at a budget."""
+def missing(runs: Losses, grid: Grid) -> list[Plan]:
+    """Return the runs of the next part.
+
+    First every rate for the seeds that choose, then the next rate of an arm that is best at an edge at a budget, then
+    the chosen rates for the other seeds.
+    """
+    return missing_to_choose(runs, grid.budgets, grid.tuning_seeds) or [
+        plan for plan in planned_at_chosen(runs, grid) if plan not in runs
+    ]
+
+
+def missing_to_choose(runs: Losses, budgets: Sequence[int], seeds: Sequence[int]) -> list[Plan]:
+    """Return the next runs of the seeds that choose the rates."""
     part = planned(budgets, seeds)
     for arm in ARMS:
         begun = [k for k in EXPONENTS if not runs.keys().isdisjoint(planned(budgets, seeds, [k], [arm]))]
@@ -110,11 +138,24 @@ def missing(runs: Losses, budgets: Sequence[int], seeds: Sequence[int]) -> list[
     return part
 
 
-def chosen(runs: Losses, arm: str, steps: int, seeds: Sequence[int]) -> list[int]:
-    """Return for each seed k of the rate that is best for the other seeds."""
-    losses = tuning_losses(runs, arm, steps, seeds)
-    others = [np.arange(len(seeds)) != place for place in range(len(seeds))]
+def chosen(runs: Losses, arm: str, steps: int, grid: Grid) -> list[int]:
+    """Return for each seed k of the rate that is best for the other seeds that choose."""
+    losses = tuning_losses(runs, arm, steps, grid.tuning_seeds)
+    others = [np.array(grid.tuning_seeds) != seed for seed in grid.seeds]
     return [best_of({k: values[mask] for k, values in losses.items()}) for mask in others]
+
+
+def planned_at_chosen(runs: Losses, grid: Grid) -> list[Plan]:
+    """List the runs that are compared: at each budget the rate chosen there, at the last one that of the first too."""
+    first, last = grid.budgets[0], grid.budgets[-1]
+    pairs = [*((steps, steps) for steps in grid.budgets), (last, first)]
+    plans = [
+        Plan(arm, rate(k), steps, seed)
+        for steps, chosen_at in pairs
+        for arm in ARMS
+        for k, seed in zip(chosen(runs, arm, chosen_at, grid), grid.seeds, strict=True)
+    ]
+    return sorted(dict.fromkeys(plans), key=lambda plan: grid.seeds.index(plan.seed))
 
 
 def optimum(runs: Losses, arm: str, steps: int, seeds: Sequence[int]) -> Float64:
@@ -130,30 +171,33 @@ def optimum(runs: Losses, arm: str, steps: int, seeds: Sequence[int]) -> Float64
     return np.asarray(np.log2(rate(at)) - slope / (2 * curvature))
 
 
-def test_losses(runs: Losses, arm: str, steps: int, rates: Sequence[int], length: int, seeds: Sequence[int]) -> Float64:
-    """Return the losses of the test half for each seed at its rate."""
-    plans = [Plan(arm, rate(k), steps, seed) for k, seed in zip(rates, seeds, strict=True)]
+def test_losses(runs: Losses, arm: str, steps: int, chosen_at: int, length: int, grid: Grid) -> Float64:
+    """Return the losses of the test half for each seed at the rate that was chosen for it at `chosen_at` steps."""
+    rates = chosen(runs, arm, chosen_at, grid)
+    plans = [Plan(arm, rate(k), steps, seed) for k, seed in zip(rates, grid.seeds, strict=True)]
     return np.array([runs[plan]["test"][length] for plan in plans])
 
 
-def results(runs: Losses, budgets: Sequence[int], seeds: Sequence[int]) -> list[str]:
+def results(runs: Losses, grid: Grid) -> list[str]:
     """Make the sections of the page; until all runs are done, their number alone."""
-    if missing(runs, budgets, seeds):
-        least = len(planned(budgets, seeds))
-        return [f"Unfinished: {len(runs)} runs of at least {least} are done. Nothing is concluded from a part of them."]
-    first, last = million(budgets[0]), million(budgets[-1])
+    if missing(runs, grid):
+        return [f"Unfinished: {len(runs)} runs are done. Nothing is concluded from a part of them."]
+    first, last = million(grid.budgets[0]), million(grid.budgets[-1])
+    choosing = f"{len(grid.tuning_seeds)} seeds that choose the rates"
     return [
-        f"± is half the 95 % interval over {len(seeds)} seeds, paired; bold: it excludes 0.",
-        f"### Learning rates\n\nHeld-out loss at {ROW} tokens on the tuning half, nats per token, mean of the seeds.",
-        rate_table(runs, budgets, seeds),
-        "The best rate by parabolas, and its change in octaves for each doubling of the budget.",
-        optimum_table(runs, budgets, seeds),
-        "### Gains\n\nConstant minus growing, each at the rate that is best for the other seeds at this budget, nats "
-        "per token of the test half. The slope is per doubling of the budget.",
-        gain_table(runs, budgets, seeds),
+        "± is half the 95 % interval over seeds, paired; bold: it excludes 0.",
+        f"### Learning rates\n\nHeld-out loss at {ROW} tokens on the tuning half, nats per token, mean of the "
+        f"{choosing}.",
+        rate_table(runs, grid),
+        f"The best rate by parabolas, and its change in octaves for each doubling of the budget, over the {choosing}.",
+        optimum_table(runs, grid),
+        f"### Gains\n\nConstant minus growing, {len(grid.seeds)} seeds, each at the rate that is best at this budget "
+        "for the other seeds that choose, nats per token of the test half. The slope is per doubling of the budget.",
+        gain_table(runs, grid),
         f"### The best rate of {first} tokens at {last}\n\nLoss at {ROW} tokens of the test half after {last} tokens, "
-        f"at the rate that is best for the other seeds after {first}, minus that at their best after {last}.",
-        carried_table(runs, budgets, seeds),
+        f"at the rate that is best for the others after {first}, minus that at their best after {last}, "
+        f"{len(grid.seeds)} seeds.",
+        carried_table(runs, grid),
     ]
 
 
@@ -162,9 +206,11 @@ def million(steps: int) -> str:
     return f"{steps * ROW * BATCH / 1e6:.2f}M"
 
 
-def rate_table(runs: Losses, budgets: Sequence[int], seeds: Sequence[int]) -> str:
+def rate_table(runs: Losses, grid: Grid) -> str:
     """Make the table of the losses by arm, budget and learning rate."""
-    losses_by_run = {(arm, steps): tuning_losses(runs, arm, steps, seeds) for arm in ARMS for steps in budgets}
+    losses_by_run = {
+        (arm, steps): tuning_losses(runs, arm, steps, grid.tuning_seeds) for arm in ARMS for steps in grid.budgets
+    }
     rates = sorted({k for losses in losses_by_run.values() for k in losses})  # an arm has as many at each budget
     rows = []
     for (arm, steps), losses in losses_by_run.items():
@@ -173,46 +219,44 @@ def rate_table(runs: Losses, budgets: Sequence[int], seeds: Sequence[int]) -> st
     return table(["arm", "tokens", *(f"{rate(k):g}" for k in rates), "best"], rows)
 
 
-def optimum_table(runs: Losses, budgets: Sequence[int], seeds: Sequence[int]) -> str:
+def optimum_table(runs: Losses, grid: Grid) -> str:
     """Make the table of the best rates by arm and budget, and of their change with the budget."""
     rows: list[list[object]] = []
     for arm in ARMS:
-        optima = np.array([optimum(runs, arm, steps, seeds) for steps in budgets])
-        slopes = np.polyfit(np.log2(budgets), optima, 1)[0]
+        optima = np.array([optimum(runs, arm, steps, grid.tuning_seeds) for steps in grid.budgets])
+        slopes = np.polyfit(np.log2(grid.budgets), optima, 1)[0]
         rows.append([arm, *(f"{2 ** values.mean():.2g}" for values in optima), Mean.of(slopes.tolist())])
-    return table(["arm", *map(million, budgets), "octaves per doubling"], rows)
+    return table(["arm", *map(million, grid.budgets), "octaves per doubling"], rows)
 
 
-def gain_table(runs: Losses, budgets: Sequence[int], seeds: Sequence[int]) -> str:
+def gain_table(runs: Losses, grid: Grid) -> str:
     """Make the table of the gains at both windows and of their difference, by budget, and of their slopes."""
 
     def gain(steps: int, length: int) -> Float64:
-        constant, growing = (
-            test_losses(runs, arm, steps, chosen(runs, arm, steps, seeds), length, seeds) for arm in ARMS
-        )
+        constant, growing = (test_losses(runs, arm, steps, steps, length, grid) for arm in ARMS)
         return constant - growing
 
-    short, whole = (np.array([gain(steps, length) for steps in budgets]) for length in LENGTHS)
+    short, whole = (np.array([gain(steps, length) for steps in grid.budgets]) for length in LENGTHS)
     columns = {f"gain at {LENGTHS[0]}": short, f"gain at {ROW}": whole, f"{ROW} minus {LENGTHS[0]}": whole - short}
     rows: list[list[object]] = [
         [million(steps), *(Mean.of(values[number].tolist()) for values in columns.values())]
-        for number, steps in enumerate(budgets)
+        for number, steps in enumerate(grid.budgets)
     ]
-    slopes = [np.polyfit(np.log2(budgets), values, 1)[0] for values in columns.values()]
+    slopes = [np.polyfit(np.log2(grid.budgets), values, 1)[0] for values in columns.values()]
     rows.append(["slope", *(Mean.of(seed_values.tolist()) for seed_values in slopes)])
     rows.append(["its p", *(f"{stats.ttest_1samp(seed_values, 0).pvalue:.2g}" for seed_values in slopes)])
     return table(["tokens", *columns], rows)
 
 
-def carried_table(runs: Losses, budgets: Sequence[int], seeds: Sequence[int]) -> str:
+def carried_table(runs: Losses, grid: Grid) -> str:
     """Make the table of what the best rate of the first budget costs at the last."""
-    last = budgets[-1]
+    first, last = grid.budgets[0], grid.budgets[-1]
     rows: list[list[object]] = []
     for arm in ARMS:
-        old, own = (chosen(runs, arm, steps, seeds) for steps in (budgets[0], last))
-        more = test_losses(runs, arm, last, old, ROW, seeds) - test_losses(runs, arm, last, own, ROW, seeds)
-        named = [", ".join(f"{rate(k):g}" for k in sorted(set(rates))) for rates in (old, own)]
-        rows.append([arm, *named, Mean.of(more.tolist())])
+        old, own = (test_losses(runs, arm, last, chosen_at, ROW, grid) for chosen_at in (first, last))
+        rates = [set(chosen(runs, arm, steps, grid)) for steps in (first, last)]
+        named = [", ".join(f"{rate(k):g}" for k in sorted(by_seed)) for by_seed in rates]
+        rows.append([arm, *named, Mean.of((old - own).tolist())])
     return table(["arm", "old rate", "own best", "difference"], rows)
 
 
@@ -228,15 +272,16 @@ def main() -> None:
     parser.add_argument("out", type=Path, nargs="?", help="folder for data, runs and results")
     parser.add_argument("--runs", type=Path, help="file with a line for each run [OUT/results/rate.jsonl]")
     parser.add_argument("--budgets", type=int, nargs="+", default=BUDGETS, help="steps")
-    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    parser.add_argument("--tuning-seeds", type=int, nargs="+", default=TUNING_SEEDS, help="they choose the rates")
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="of the gains")
     parser.add_argument("--held-out", type=int, default=60, help="documents of each half [60]")
     parser.add_argument("--workers", type=int, default=2, help="runs at a time, a core each [2]")
     parser.add_argument("--check", action="store_true", help="compare the page with its runs; nothing is trained")
     options = parser.parse_args()
-    grid = (options.budgets, options.seeds)
+    grid = Grid(options.budgets, options.tuning_seeds, options.seeds)
     beside = Path(__file__)
     if options.check:
-        if page(results(read_runs(beside.with_suffix(".jsonl")), *grid)) != beside.with_suffix(".md").read_text():
+        if page(results(read_runs(beside.with_suffix(".jsonl")), grid)) != beside.with_suffix(".md").read_text():
             raise SystemExit("rate.md does not follow from rate.jsonl")
         return
     if options.out is None:
@@ -245,9 +290,9 @@ def main() -> None:
     file = (options.runs or out / "results" / "rate.jsonl").resolve()
     file.parent.mkdir(parents=True, exist_ok=True)
     data = prepare_halves(options.novels, out)
-    while plans := missing(read_runs(file), *grid):
+    while plans := missing(read_runs(file), grid):
         run_all(plans, file, out, data, options.held_out, options.workers, losses=evaluate)
-    (file.parent / "rate.md").write_text(page(results(read_runs(file), *grid)), encoding="utf-8")
+    (file.parent / "rate.md").write_text(page(results(read_runs(file), grid)), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ import pytest
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "docs" / "experiments"
 BUDGETS = (1000, 2000, 4000)
-SEEDS = (8, 9, 10)
+TUNING_SEEDS = (8, 9, 10)
+SEEDS = (*TUNING_SEEDS, 11)
 GAIN = {32: (0.10, 0.08, 0.06), 512: (0.10, 0.07, 0.04)}  # by budget
 BEST = {"constant": (8.2, 6.2, 4.2), "growing": (2.2, 1.2, 0.2)}  # k of the rates, the first beyond the grid
 
@@ -27,8 +28,9 @@ def test_known_rates_and_gains_are_found(rate: ModuleType) -> None:
     base = {seed: draw.normal() for seed in SEEDS}
     numbers = {rate.rate(k): k for k in range(-10, 20)}
     runs = {}
-    while plans := rate.missing(runs, BUDGETS, SEEDS):
-        assert "Unfinished" in rate.results(runs, BUDGETS, SEEDS)[0]
+    grid = rate.Grid(BUDGETS, TUNING_SEEDS, SEEDS)
+    while plans := rate.missing(runs, grid):
+        assert "Unfinished" in rate.results(runs, grid)[0]
         plan = plans[0]
         number = BUDGETS.index(plan.steps)
         loss = 4 + base[plan.seed] + 0.01 * (numbers[plan.rate] - BEST[plan.arm][number]) ** 2
@@ -37,7 +39,8 @@ def test_known_rates_and_gains_are_found(rate: ModuleType) -> None:
             "tuning": dict.fromkeys((32, 512), loss + 1),
             "test": {length: loss - gained[length] for length in (32, 512)},
         }
-    rates, optima, gains, carried = (rate.results(runs, BUDGETS, SEEDS)[place] for place in (2, 4, 6, 8))
+    assert sum(plan.seed == 11 for plan in runs) == 8  # both arms at each budget, and at the last one two rates
+    rates, optima, gains, carried = (rate.results(runs, grid)[place] for place in (2, 4, 6, 8))
     assert [line.split("|")[-2].strip() for line in rates.splitlines()[2:]] == [
         f"{rate.rate(int(k)):g}" for arm in ("constant", "growing") for k in BEST[arm]
     ]
@@ -61,11 +64,12 @@ def test_the_rate_of_a_seed_does_not_depend_on_its_own_losses(rate: ModuleType) 
     def runs(loss_of: Callable[[int, int], float]) -> dict[object, dict[str, dict[int, float]]]:
         return {
             rate.Plan("growing", rate.rate(k), 1000, seed): {"tuning": {512: loss_of(seed, k)}}
-            for seed in SEEDS
+            for seed in TUNING_SEEDS
             for k in range(5)
         }
 
     same = runs(lambda seed, k: (k - 2) ** 2)
     other = runs(lambda seed, k: (k - 2 - 9 * (seed == 9)) ** 2)
-    assert rate.chosen(same, "growing", 1000, SEEDS) == [2, 2, 2]
-    assert rate.chosen(other, "growing", 1000, SEEDS) == [4, 2, 4]
+    grid = rate.Grid(BUDGETS, TUNING_SEEDS, SEEDS)
+    assert rate.chosen(same, "growing", 1000, grid) == [2, 2, 2, 2]
+    assert rate.chosen(other, "growing", 1000, grid) == [4, 2, 4, 4]
