@@ -88,7 +88,15 @@ def open_scores(config: Config, vocab_size: int, end: int) -> ScoreStore | None:
     if not is_first():
         return ScoreStore(Path(path), "r")
     identity: dict[str, Any] = row_identity(config, vocab_size)
-    return ScoreStore.open(path, first=config.data.first_sample, rows=end, **identity)
+    store = ScoreStore.open(path, first=config.data.first_sample, rows=end, **identity)
+    score, length = config.weighting.weight_score, config.data.seq_length
+    if (score == "rho1") != (store.identity.short_context >= length):
+        needs = f"whole rows, --context {length}" if score == "rho1" else f"a --context below seq_length {length}"
+        raise UserError(
+            f"score store {path}: its losses are in a context of {store.identity.short_context}, but weight_score "
+            f"{score} needs {needs}; score again"
+        )
+    return store
 
 
 def data_fingerprints(config: Config) -> list[str]:

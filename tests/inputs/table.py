@@ -38,6 +38,7 @@ TABLES = {
 {SMALL} --world-size 2 | world_size: got 2, needs --dry-run
 {SMALL} --dry-run --world-size 3 --tensor-model-parallel-size 2 | world size: got 3
 {SMALL} --token-weighting frozen --score-store {{w}}/scores --seed 7 | its seed is 1234, but this run needs 7
+{SMALL} --token-weighting frozen --score-store {{w}}/scores --weight-score rho1 --weight-post sparse | needs whole rows
 {SMALL} --save {{w}}/text.txt/run | cannot be written
 {SMALL} --init-from {{w}}/hf --num-layers 3 --hidden-size 32 | needs others; use --num-layers 2 --hidden-size 16
 """,
