@@ -420,7 +420,8 @@ def prepare(config: Config) -> None:
     if config.weighting.score_store is None:
         return
     rows: Any = row_identity(config, config.model.vocab_size)
-    identity = StoreIdentity(rows=config.samples, short_context=8, short_stride=6, model="drawn", **rows)
+    context = config.data.seq_length if config.weighting.weight_score == "rho1" else 8
+    identity = StoreIdentity(rows=config.samples, short_context=context, short_stride=6, model="drawn", **rows)
     store = ScoreStore.create_or_resume(config.weighting.score_store, identity)
     for row in range(config.samples):
         losses = np.random.default_rng([9, row]).gamma(4.0, 1.0, config.data.seq_length)
