@@ -216,6 +216,14 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None
     assert "a.jsonl changed while it was read" in refused(list, shard.read(Fields(), stop))
 
 
+def test_a_finished_data_set_without_its_bad_lines_is_another(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\nnone\n{"text": "two"}\n')
+    options = PreprocessOptions([str(tmp_path / "a.jsonl")], str(tmp_path / "out"), "bytes", skip_bad_lines=True)
+    preprocess(options)
+    assert preprocess(replace(options, resume=True)).documents == 2
+    assert "other skip_bad_lines" in refused(preprocess, replace(options, resume=True, skip_bad_lines=False))
+
+
 def test_existing_output_is_refused(options: PreprocessOptions) -> None:
     Path(options.output_prefix).parent.mkdir()
     for suffix in (".bin", ".idx", ".json", ".mask.npy", ".sources.npy"):

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from megatron_ext.checkpoint.folders import folder_name, older, point, with_offer
-from megatron_ext.checkpoint.hf.auto_tokenizer import match_training
 from megatron_ext.checkpoint.hf.config import comparable, hugging_face_config
 from megatron_ext.checkpoint.hf.folder import (
     INDEX,
@@ -45,6 +44,7 @@ from megatron_ext.checkpoint.tensors import DTYPES, Shard, Stored, write, write_
 from megatron_ext.config import CheckpointConfig, Config, DataConfig, ModelConfig, TrainingConfig
 from megatron_ext.config.arguments import dump_yaml, from_dict, to_dict
 from megatron_ext.data.indexed import read_metadata
+from megatron_ext.data.text.auto_tokenizer import match_training
 from megatron_ext.data.text.chat import ADDITIONAL, TEMPLATE_FILE
 from megatron_ext.data.text.tokenizer import HF_CONFIG, HF_FILE, Tokenizer, read_beside
 from megatron_ext.errors import UserError, echo

@@ -44,6 +44,7 @@ from megatron_ext.data.indexed import (
 )
 from megatron_ext.data.preprocess.encode import Encoder, PreprocessOptions, Report, make_part, read_report, usable
 from megatron_ext.data.preprocess.shards import Shard, cut, group
+from megatron_ext.data.text.auto_tokenizer import warn_of_other_ids
 from megatron_ext.data.text.documents import FileRange, find_files
 from megatron_ext.errors import DISK_FULL, UserError
 from megatron_ext.files.lock import LOCK_FILE, lock
@@ -78,6 +79,8 @@ def preprocess(options: PreprocessOptions) -> Report:
     if options.resume and all(Path(prefix + suffix).is_file() for suffix in suffixes(inputs)):
         earlier = read_metadata(prefix)
         changed = [name for name, value in inputs.items() if earlier.get(name) != value]
+        if earlier.get("skipped") and not options.skip_bad_lines:
+            changed.append("skip_bad_lines")
         if not changed:  # a job restarted after completion must not repeat the work
             return Report(**{name: earlier[name] for name in asdict(Report()) if name in earlier})
         state = f"is complete, and was made with other {', '.join(changed)}"
@@ -115,6 +118,8 @@ def _make(
     report = Report()
     settings = encoder.settings()
     turn_end = encoder.turn_end()
+    if encoder.fields.chat is not None:
+        warn_of_other_ids(encoder.tokenizer)
 
     def make_parts(shards: Sequence[Shard], what: str) -> list[Path]:
         """Make the parts of the shards that have no finished ones, and return all, in order."""

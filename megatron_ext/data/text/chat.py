@@ -15,7 +15,8 @@ import hashlib
 import json
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,11 @@ from megatron_ext.files.reading import JsonObject
 
 TEMPLATE_FILE = "chat_template.jinja"
 ADDITIONAL = "additional_chat_templates"
+VARIABLES = "chat_template_kwargs"  # a field of a conversation, as in TRL
 TOOL_USE = "tool_use"  # the name of the template for conversations with tools, if a tokenizer has several
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
-INSTEAD_OF_CONTENT = ("tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking")
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+INSTEAD_OF_CONTENT = ("tool_calls", "tool_call_id", *THOUGHTS)
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 JSON_ARGUMENTS = re.compile(r'"arguments": ("\{(?:[^"\\]|\\.)*")')  # in JSON: a string that holds an object
 Messages = list[JsonObject]
@@ -41,14 +44,14 @@ class ChatError(Exception):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja template, and the names and texts of tokens (bos_token, ...) that are its variables.
+    """A Jinja template, and its variables: the texts of tokens (bos_token, ...) by name, and what a conversation sets.
 
     `special` are the texts of all special tokens, which neither messages nor tools may contain; `tool_source` is the
     template for conversations with tools, if it is another one.
     """
 
     source: str
-    variables: tuple[tuple[str, str], ...]
+    variables: tuple[tuple[str, Any], ...]
     special: tuple[str, ...]
     tool_source: str | None = None
 
@@ -102,6 +105,15 @@ class ChatTemplate:
         content = json.dumps([self.source, self.variables, self.tool_source])
         return hashlib.sha256(content.encode()).hexdigest()
 
+    def setting(self, variables: Any) -> "ChatTemplate":
+        """Return the template with variables that a conversation sets, such as enable_thinking; errors as `render`."""
+        if variables is None:
+            return self
+        if not isinstance(variables, dict):
+            raise ChatError(f"{VARIABLES} is a {type(variables).__name__}, needs an object")
+        _check_spelled(f"{VARIABLES} spells", variables, self.special)
+        return replace(self, variables=(*self.variables, *variables.items()))
+
     def render(self, messages: Messages, tools: list[JsonObject] | None = None) -> tuple[str, Spans]:
         """Return a conversation as text, and the spans of the assistant's messages in it.
 
@@ -112,11 +124,13 @@ class ChatTemplate:
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
             return text, ()
-        if not MARKED.search(self._source(tools)):  # without these marks transformers finds no spans
-            return text, tuple(self._span(text, messages, tools, turn) for turn in turns)
-        if not marked:
+        is_marking = MARKED.search(self._source(tools)) is not None  # if not, transformers finds no spans
+        if is_marking and not marked:
             raise ChatError("the chat template marks nothing as the assistant's by {% generation %}")
-        return text, marked
+        self._check_written(messages, tools, turns)
+        if is_marking:
+            return text, marked
+        return text, tuple(self._span(text, messages, tools, turn) for turn in turns)
 
     def prompt(self, messages: Messages, *, continued: bool = False, may_spell: bool = False) -> str:
         """Render a conversation up to the assistant's next turn, with the generation prompt; errors as `render`.
@@ -192,6 +206,21 @@ class ChatTemplate:
             raise ChatError(f"the chat template does not take these messages ({first_line(error)})") from None
         spans = indices[0] if indices else ()
         return texts[0], tuple((int(start), int(end)) for start, end in spans)
+
+    def _check_written(self, messages: Messages, tools: Any, turns: list[int]) -> None:
+        """Raise ChatError for an assistant's message of which the template writes nothing, by rendering probes."""
+        probed = list(messages)
+        for turn in turns:
+            probed[turn] = _with_probes(messages[turn], _probe(turn))
+        try:
+            text, _ = self._render(probed, tools)
+        except ChatError:  # such as from a template that looks for a call's name among the tools
+            return
+        for turn in turns:
+            if probed[turn] != messages[turn] and _probe(turn) not in text:
+                raise ChatError(
+                    f"message {turn + 1}: the chat template writes nothing of it, so an empty answer would be trained"
+                )
 
     def _span(self, text: str, messages: Messages, tools: Any, turn: int) -> tuple[int, int]:
         """Return the span of the assistant's message `turn`, by rendering the conversation up to it and before it."""
@@ -277,6 +306,33 @@ def _check_content(number: int, message: JsonObject) -> None:
             raise ChatError(f"message {number} has a part of type 'text' without a text")
 
 
+def _probe(turn: int) -> str:
+    """Return a number that no conversation has: JSON, Python and a change of case leave digits as they are."""
+    return f"5772156649{turn:06}"
+
+
+def _with_probes(message: JsonObject, probe: str) -> JsonObject:
+    """Return an assistant's message with a probe for each of its texts and for the name of each function it calls."""
+    probed = dict(message)
+    for name in ("content", *THOUGHTS):
+        value = message.get(name)
+        if isinstance(value, str) and value.strip():
+            probed[name] = probe
+        elif name == "content" and isinstance(value, list):
+            probed[name] = [{**part, "text": probe} for part in value]
+    if isinstance(message.get("tool_calls"), list):
+        probed["tool_calls"] = [_renamed(call, probe) for call in message["tool_calls"]]
+    return probed
+
+
+def _renamed(call: Any, probe: str) -> Any:
+    if not isinstance(call, dict):
+        return call
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": {**call["function"], "name": probe}}
+    return {**call, "name": probe}
+
+
 def _texts(message: JsonObject) -> list[str]:
     content = message.get("content") or ""
     if isinstance(content, str):
@@ -307,10 +363,23 @@ def _read_sources(file: Path) -> dict[str, str]:
 
 
 def _check_spelled(who: str, value: Any, special: tuple[str, ...]) -> None:
-    text = json.dumps(value, ensure_ascii=False, default=str)  # a table may hold dates
-    for token in special:
-        if token in text:
-            raise ChatError(f"{who} the special token {token!r}")
+    for text in _strings(value):
+        for token in special:
+            if token in text:
+                raise ChatError(f"{who} the special token {token!r}")
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yield all strings inside a JSON value, and the names in its objects."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _strings(name)
+            yield from _strings(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _strings(inner)
 
 
 def _templates() -> Any:

@@ -18,7 +18,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron_ext.data.text.chat import ChatError, ChatTemplate, Spans, has_json_in_json
+from megatron_ext.data.text.chat import VARIABLES, ChatError, ChatTemplate, Spans, has_json_in_json
 from megatron_ext.errors import UserError, first_line, optional_module
 from megatron_ext.files.reading import JsonObject
 from megatron_ext.launch import is_first
@@ -283,7 +283,7 @@ class Fields:
     def optional_columns(self) -> list[str]:
         if self.chat is None:
             return []
-        return [TOOLS]
+        return [TOOLS, VARIABLES]
 
 
 class _BadDocumentError(Exception):
@@ -380,7 +380,7 @@ def _document(record: JsonObject, path: Path, fields: Fields) -> Document:
     else:
         messages = _field(record, fields.text, list, "a list of messages")
         if messages:
-            text, spans = fields.chat.render(messages, record.get(TOOLS))
+            text, spans = fields.chat.setting(record.get(VARIABLES)).render(messages, record.get(TOOLS))
             json_in_json = has_json_in_json(messages, text)
     key = None
     if fields.key is not None:

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from megatron_ext.data.indexed import IndexedSource
 from megatron_ext.data.preprocess.encode import assistant_mask
@@ -102,6 +102,9 @@ def call(arguments: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
 
 
+CALL = call({})
+
+
 def in_parts(message: dict[str, Any], *texts: str) -> dict[str, Any]:
     return {**message, "content": [{"type": "text", "text": text, "image_url": None} for text in texts]}
 
@@ -111,7 +114,7 @@ def in_parts(message: dict[str, Any], *texts: str) -> dict[str, Any]:
     [
         (CALLING, [ASK, NULLS | SAY]),
         (CALLING, [NULLS | ASK, call({"city": None}), {"role": "tool", "content": None, "tool_call_id": "7"}, SAY]),
-        (CALLING, [ASK, call({}), {"role": "ipython", "content": "3"}, {"role": "assistant", "thinking": "x"}]),
+        (CALLING, [ASK, call({}), {"role": "ipython", "content": "3"}, SAY | {"thinking": "x"}]),
         (IN_PARTS, [in_parts(ASK, "a ", "b"), in_parts(SAY, "c")]),
     ],
 )
@@ -182,6 +185,9 @@ def test_conversations_with_tools_have_their_template(tmp_path: Path, place: str
         (PLAIN, [{"role": "user", "content": f"a{END}b"}, SAY], "message 1 spells the special token '<|im_end|>'"),
         ("{{ raise_exception('user and assistant take turns') }}", [SAY, SAY], r"\(user and assistant take turns\)"),
         ("{% for m in messages %}", [ASK, SAY], "the chat template does not take these messages"),
+        (CALLING, [ASK, SAY, ASK, {"role": "assistant", "thinking": "x"}], "message 4: the chat template writes noth"),
+        (IN_PARTS, [ASK, SAY], "message 2: the chat template writes nothing of it"),
+        (PLAIN, [ASK, CALL | {"content": ""}], "message 2: the chat template writes nothing of it"),
         (THINKING, [ASK, SAY, ASK, SAY], "message 2: the chat template renders the beginning .* otherwise"),
         (HEADED.replace("m['content']", "m['content'] | upper"), [ASK, SAY], "does not spell the message as it is"),
         ("{% if false %}{% generation %}"
@@ -192,6 +198,55 @@ def test_what_cannot_be_rendered(source: str, messages: list[Any], text: str) ->
     with pytest.raises(ChatError, match=text):
         template(source).render(messages)
     assert said(THINKING, [ASK, SAY]) == [f"<think></think>yes{END}"]
+
+
+@pytest.mark.parametrize("token", ['<|"|>', "a\\b", "<|x\n|>", "<|é|>"])
+def test_no_part_of_a_conversation_spells_a_special_token(token: str) -> None:
+    """Whatever its characters are: they are compared as they are, not as JSON writes them."""
+    spelled = f"x {token} y"
+    calling = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {spelled: 1}}]}
+    chat_template = replace(template(CALLING), special=(token,))
+    for messages, tools, variables in (
+        ([ASK | {"content": spelled}, SAY], None, {}),
+        ([ASK, calling], None, {}),
+        ([ASK, SAY], [{"function": {"description": spelled}}], {}),
+        ([ASK, SAY], None, {"custom": [spelled]}),
+    ):
+        with pytest.raises(ChatError, match=re.escape(repr(token))):
+            chat_template.setting(variables).render(messages, tools)
+
+
+def test_a_conversation_sets_variables_of_its_template(options: PreprocessOptions, tmp_path: Path) -> None:
+    """As TRL passes them to apply_chat_template."""
+    source = "{{ '/no_think' if enable_thinking == false }}" + PLAIN
+    folder = put_tokenizer(tmp_path / "tokenizer", source)
+    rows = [{"messages": [ASK, SAY], "chat_template_kwargs": kwargs} for kwargs in ({"enable_thinking": False}, None)]
+    Path(options.inputs[0]).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = replace(options, tokenizer=str(folder))
+    preprocess(options)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    made = IndexedSource(options.output_prefix)
+    for number, row in enumerate(rows):
+        wanted = tokenizer.apply_chat_template(row["messages"], return_dict=True, **row["chat_template_kwargs"] or {})
+        assert made.read(number, 0, int(made.document_lengths[number])).tolist() == wanted["input_ids"]
+    for wrong, text in (([1], "is a list, needs an object"), ({"tools": []}, "does not take these messages")):
+        with pytest.raises(ChatError, match=text):
+            template(PLAIN).setting(wrong).render([ASK, SAY])
+
+
+def test_other_ids_of_transformers_are_warned_of(options: PreprocessOptions, tmp_path: Path, caplog) -> None:
+    """Some classes of transformers read tokenizer.json only in part; the reference is AutoTokenizer itself."""
+    folder = put_tokenizer(tmp_path / "tokenizer", PLAIN)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    for name in ("PreTrainedTokenizerFast", "Qwen2Tokenizer"):
+        (folder / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": name}))
+        caplog.clear()
+        preprocess(replace(options, tokenizer=str(folder), output_prefix=f"{options.output_prefix}-{name}"))
+        theirs, ours = AutoTokenizer.from_pretrained(folder), Tokenizer(folder)
+        text = "cafe\u0301"
+        is_same = theirs.encode(text, add_special_tokens=False) == ours.encode(text)
+        assert is_same is ("AutoTokenizer gives" not in caplog.text)
+        assert is_same is (name != "Qwen2Tokenizer")
 
 
 def test_wrong_tools_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""Make transformers' AutoTokenizer give the ids with which a model was trained.
+"""Compare transformers' AutoTokenizer with the ids of training, and make an export's give them.
 
 For many models transformers builds a tokenizer of its own class from the vocabulary and the merges, and reads neither
 the normalizer nor the splitting of tokenizer.json. The class PreTrainedTokenizerFast reads all of the file.
@@ -57,6 +57,17 @@ def match_training(folder: Path) -> None:
         "tokenizer: transformers' AutoTokenizer gives %s, not the ids of training; load the export's tokenizer with %s",
         *(difference, WHOLE_FILE),
     )
+
+
+def warn_of_other_ids(ours: Tokenizer) -> None:
+    """Log a warning if AutoTokenizer gives other ids than `ours`, which was read from a folder; it imports torch."""
+    difference = _difference(ours.file.parent, ours)
+    if difference is not None:
+        logger.warning(
+            "tokenizer: transformers' AutoTokenizer gives %s; the data set has the ids of %s, so a model that was "
+            "trained with AutoTokenizer's reads texts that it does not know",
+            *(difference, ours.file),
+        )
 
 
 def _difference(folder: Path, ours: Tokenizer) -> str | None:
