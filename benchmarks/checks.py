@@ -20,7 +20,7 @@ from clock import CUDA, DEVICE
 from record import ROOT, Records, parser_of
 from soak import Job, inject
 
-from megatron_ext.engine.platform import compiler
+from megatron_ext.engine.platform import compiler, python_header
 from megatron_ext.files.jsonl import read_jsonl
 
 QUERY = "name,driver_version,memory.total,clocks.max.sm,power.limit"
@@ -33,6 +33,7 @@ def machine(records: Records) -> None:
     environment = output_of(sys.executable, str(ROOT / "tools" / "environment.py"), "--bf16")
     records.add(case="environment", text=environment.splitlines())
     records.add(case="C compiler", path=compiler(), ok=compiler() is not None)
+    records.add(case="Python.h", path=str(python_header()), exists=python_header().is_file())
     for case, work in {"transformer_engine.Linear": transformer_engine, "flash_attn_4": flash_attn_4}.items():
         if CUDA:
             records.measure(work, case=case)

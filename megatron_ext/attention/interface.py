@@ -61,6 +61,7 @@ class AttentionCall:
         left_window: int | None = None,
         exchange: KeyExchange | HeadExchange | None = None,
     ) -> "AttentionCall":
+        # two tensors even of one array: for a shared one torch 2.15's varlen_attn may call cuDNN, with other limits
         borders = torch.from_numpy(cu_seqlens_q), torch.from_numpy(cu_seqlens_kv)
         return cls(cu_seqlens_q, cu_seqlens_kv, borders, left_window, exchange)
 

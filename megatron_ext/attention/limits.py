@@ -16,8 +16,8 @@ from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.errors import installed_version
 
 # FlashAttention 2 puts segments along the second or third axis of a CUDA grid, at most 65,535 blocks. Its backward has
-# an fp32 buffer [rows, N, H rounded up]; rows are the queries and 128 more between segments. Before flash-attn 2.8, and
-# in torch, it is indexed in int32.
+# an fp32 buffer [rows, N, H rounded up]; rows are the queries and 128 more between segments. In torch it is indexed in
+# int32, and before flash-attn 2.8.3.post2 the beginning of a segment is.
 FA2_SEGMENTS = 65_535
 FA2_NUMBERS = 2**31
 FA2_GAP = 128
@@ -113,7 +113,7 @@ def torch_varlen(heads: Heads, call: AttentionCall | None) -> str | None:
 
 
 def flash_attn(heads: Heads, call: AttentionCall | None) -> str | None:
-    return _flash_attn_2(heads, call, int32=TorchVersion(installed_version("flash-attn") or "0") < "2.8")
+    return _flash_attn_2(heads, call, int32=TorchVersion(installed_version("flash-attn") or "0") < "2.8.3.post2")
 
 
 def _flash_attn_2(heads: Heads, call: AttentionCall | None, int32: bool) -> str | None:

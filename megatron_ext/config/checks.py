@@ -67,6 +67,7 @@ _SIGMOID = ("moe_router_enable_expert_bias, moe_router_num_groups, moe_router_gr
 _LLAMA_EXPERTS = f"moe_shared_expert_intermediate_size, moe_layer_freq, {_SIGMOID}"
 _MUON = ", ".join(name for name in FIELDS if name.startswith("muon_"))
 _FP8 = ", fp8_recipe {fp8_recipe} needs a multiple of {fp8_multiple} on each of"
+_FP8_GATHERED = ", fp8_recipe {fp8_recipe} with sequence_parallel needs a multiple of {fp8_gathered_multiple}"
 _LOWERED = "main_params_dtype, exp_avg_dtype, exp_avg_sq_dtype"
 RULES: list[Rule] = [
     # the model
@@ -306,6 +307,9 @@ RULES: list[Rule] = [
      f" heads of {{head_size}}{_FP8} {{tensor_model_parallel_size}} ranks"),
     ("seq_length", lambda o: o.fp8_format and o.tokens % (o.fp8_multiple * o.context_parallel_size),
      f" x micro_batch_size {{micro_batch_size}}{_FP8} {{context_parallel_size}} ranks"),
+    ("hidden_size", lambda o: o.sequence_parallel and o.value % o.fp8_gathered_multiple, _FP8_GATHERED),
+    ("seq_length", lambda o: o.sequence_parallel and o.tokens % (o.fp8_gathered_multiple * o.tpcp),
+     f" x micro_batch_size {{micro_batch_size}}{_FP8_GATHERED} on each of {{tpcp}} ranks"),
     _requires("optimizer_offload_fraction", "optimizer_cpu_offload"),
     _requires(f"optimizer_cpu_offload, main_grads_dtype, {_LOWERED}", "use_precision_aware_optimizer"),
     ("use_distributed_optimizer", lambda o: o.use_precision_aware_optimizer and o.value is False,

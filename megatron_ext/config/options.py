@@ -553,6 +553,16 @@ class TrainingConfig(_Section):
             return 1
         return {"tensorwise": 16, "blockwise": 16, "mxfp8": 32}[self.fp8_recipe]
 
+    @property
+    def fp8_gathered_multiple(self) -> int:
+        """The number that both dimensions of what sequence-parallel ranks gather must be a multiple of on each of them.
+
+        Transformer Engine 2.9 to 2.11 gathers only whole blocks.
+        """
+        if self.fp8_format is None:
+            return 1
+        return {"tensorwise": 16, "blockwise": 128, "mxfp8": 32}[self.fp8_recipe]
+
 
 @dataclass(frozen=True)
 class CheckpointConfig(_Section):

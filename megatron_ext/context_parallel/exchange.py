@@ -234,16 +234,16 @@ class HeadExchange:
         if copies > 1:
             key_tGH = key_tGH.repeat_interleave(copies, dim=1)
             value_tGW = value_tGW.repeat_interleave(copies, dim=1)
-        query, key, value = map(self._all_tokens, (query_tNH, key_tGH, value_tGW))
+        transfers = [self._send_heads(x_tNH) for x_tNH in (query_tNH, key_tGH, value_tGW)]  # all before the first wait
+        query, key, value = [self.order.inverse().of_rows(transfer.wait()) for transfer in transfers]
         return self._own_tokens(attend(QKV(query, key, value, sink)))
 
-    def _all_tokens(self, x_tNH: Tensor) -> Tensor:
-        """Exchange own tokens of all heads for all tokens of own heads: [t, N, H] -> [T, N/cp, H]."""
+    def _send_heads(self, x_tNH: Tensor) -> AsyncAllToAll:
+        """Start exchanging own tokens of all heads for all tokens of own heads: [t, N, H] -> [T, N/cp, H], by rank."""
         size = self.context.size
         counts = [len(x_tNH)] * size
         by_rank = x_tNH.unflatten(1, (size, -1)).transpose(0, 1).flatten(0, 1)
-        received = AsyncAllToAll(by_rank, counts, counts, self.context).wait()
-        return self.order.inverse().of_rows(received)
+        return AsyncAllToAll(by_rank, counts, counts, self.context)
 
     def _own_tokens(self, x_TNH: Tensor) -> Tensor:
         """Exchange back: [T, N/cp, H] -> [t, N, H]."""

@@ -15,6 +15,7 @@ Megatron's `offload_modules` is not used for the reasons in docs/planning.md.
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +90,24 @@ class _Blocks(torch.autograd.Function):
         return None, None, None, grad_hidden_t1D, *grad_weights
 
 
+@dataclass(frozen=True, eq=False)
+class HostBuffer:
+    """Host memory for a tensor, in parts of a power of two of numbers, because torch pins memory in powers of two."""
+
+    shape: torch.Size
+    parts: list[Tensor]
+
+    @classmethod
+    def like(cls, x: Tensor) -> "HostBuffer":
+        count = x.numel()
+        sizes = [1 << bit for bit in reversed(range(count.bit_length())) if count >> bit & 1]
+        return cls(x.shape, [torch.empty(size, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda) for size in sizes])
+
+    def split(self, x: Tensor) -> Sequence[Tensor]:
+        """Return the views of a contiguous tensor that are copied from and to the parts."""
+        return x.detach().view(-1).split([len(part) for part in self.parts])
+
+
 class HostCopies:
     """Copies tensors to reused host buffers and back; on CUDA the buffers are pinned, and a separate stream copies."""
 
@@ -97,30 +116,33 @@ class HostCopies:
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream()
-        self._free: dict[Any, list[Tensor]] = defaultdict(list)  # buffers, by shape and dtype
+        self._free: dict[Any, list[HostBuffer]] = defaultdict(list)  # by shape and dtype
 
-    def to_host(self, x: Tensor) -> tuple[Tensor, Any]:
-        """Return a buffer and the event after which it holds x, which must exist until then."""
+    def to_host(self, x: Tensor) -> tuple[HostBuffer, Any]:
+        """Return a buffer and the event after which it holds x, which is contiguous and must exist until then."""
         free = self._free[x.shape, x.dtype]
         if not free:
-            free.append(torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda))
+            free.append(HostBuffer.like(x))
         host = free.pop()
-        return host, self._copy(host, x)
+        return host, self._copy(host.parts, host.split(x))
 
-    def to_device(self, host: Tensor) -> tuple[Tensor, Any]:
+    def to_device(self, host: HostBuffer) -> tuple[Tensor, Any]:
         """Return a new tensor and the event after which it holds the buffer's values; the buffer is free again."""
-        x = torch.empty_like(host, device=self._device)
-        event = self._copy(x, host)
+        x = torch.empty(host.shape, dtype=host.parts[0].dtype, device=self._device)
+        event = self._copy(host.split(x), host.parts)
         self._free[x.shape, x.dtype].append(host)  # what is copied into it next follows on the same stream
         return x, event
 
-    def _copy(self, target: Tensor, source: Tensor) -> Any:
+    def _copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Any:
+        pairs = list(zip(targets, sources, strict=True))
         if self._stream is None:
-            target.copy_(source)
+            for target, source in pairs:
+                target.copy_(source)
             return None
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
         return self._stream.record_event()
 
 
@@ -130,7 +152,7 @@ class _Input:
 
     x: Tensor | None  # on the device, or None
     before: "_Input | None"  # the input before it, until that returns to the device
-    host: Tensor | None = None  # its buffer on the host, or None
+    host: HostBuffer | None = None
     copied: Any = None  # the event that ends the last copy
 
     def leave_device(self) -> None:

@@ -6,11 +6,14 @@ its configuration (tests/engine/test_platform.py runs without each patch to show
 """
 
 import functools
+import logging
 import os
 import shutil
+import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ from megatron_ext.engine import compat
 from megatron_ext.errors import UserError, first_line
 from megatron_ext.launch import LaunchError, read_launch
 
+logger = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
 _replaced: list[tuple[Any, str, Any, bool]] = []  # owner, name, original function, whether it is the owner's attribute
 
@@ -95,6 +99,11 @@ def choose(device: str) -> Platform:
             "CC: is not set, and neither gcc nor clang is in PATH; Triton needs a C compiler at first use, install gcc"
         )
     compat.install()
+    if platform.device.type == "cuda" and not python_header().is_file():
+        logger.warning(
+            "warning: there is no %s, which Triton needs at first use if CPATH does not lead to another one; install "
+            "python3-dev", python_header(),
+        )  # fmt: skip
     if platform.device.type == "cpu":
         install_cpu()
     else:
@@ -107,6 +116,14 @@ def choose(device: str) -> Platform:
 def compiler() -> str | None:
     """Return the C compiler that Triton would use, or None."""
     return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+
+
+def python_header() -> Path:
+    """Return the header that Triton's C code includes, where Triton looks for it."""
+    scheme = sysconfig.get_default_scheme()
+    if scheme == "posix_local":  # Debian's, whose own headers are elsewhere
+        scheme = "posix_prefix"
+    return Path(sysconfig.get_path("include", scheme), "Python.h")
 
 
 def install_cpu() -> None:

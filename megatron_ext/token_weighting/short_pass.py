@@ -36,6 +36,8 @@ class Division:
         """Return the division into micro-batches of about `tokens` tokens under a run's parallel layout."""
         parallel = config.parallel
         unit_of_rank = math.lcm(parallel.tensor_model_parallel_size, config.training.fp8_multiple)
+        if parallel.sequence_parallel:
+            unit_of_rank = parallel.tensor_model_parallel_size * config.training.fp8_gathered_multiple
         multiple = 1
         if parallel.is_interleaved:
             multiple = parallel.pipeline_model_parallel_size

@@ -12,6 +12,7 @@ from torch.nn.attention import varlen
 from megatron_ext.attention import adapters, backends, reference
 from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.context_parallel.exchange import QKV
+from megatron_ext.device import moved
 from tests.attention.kernels import assert_right, call_of, inputs_of
 from tests.engine.fake_modules import fake
 
@@ -32,6 +33,13 @@ def packed(
     assert cu_q.dtype == cu_k.dtype == torch.int32
     call = AttentionCall.of(cu_q.numpy(), cu_k.numpy(), None if left_window == -1 else left_window)
     return reference.attend(QKV(query, key, value, sink), call, scale)
+
+
+def test_the_borders_of_a_call_are_two_tensors() -> None:
+    """varlen_attn in torch 2.15 prefers cuDNN to FlashAttention for a shared one; the limits are FlashAttention's."""
+    call = call_of([(5, 5), (9, 9)])
+    for borders in (call.borders, moved(call, torch.device("cpu")).borders):
+        assert borders[0] is not borders[1]
 
 
 # varlen_attn with the signatures of torch 2.10, 2.11, and 2.12 and 2.13

@@ -74,14 +74,14 @@ def test_flash_attention_2_counts_rows_in_int32(heads: int, size: int, rows: int
 def test_newer_versions_of_flash_attn_count_rows_in_int64(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bound on segments stays."""
     attend = PerCall(FA2)
-    long_segment = call_of([(524_289, 524_289)])
+    long_segments = call_of([(300_000, 300_000)] * 2)  # the second one begins before the bound, and ends behind it
     many_segments = call_of([(1, 1)] * 65_536)
-    for version in ("2.7.4.post1", "2.8.0"):
+    for version in ("2.7.4.post1", "2.8.3", "2.8.3.post2"):
         monkeypatch.setattr(limits, "installed_version", {"flash-attn": version}.get)
-        if version == "2.8.0":
-            assert attend.choose(long_segment, Heads(128, 128, queries=32)) == "flash_attn"
+        if version == "2.8.3.post2":
+            assert attend.choose(long_segments, Heads(128, 128, queries=32)) == "flash_attn"
         else:
-            refused(attend.choose, long_segment, Heads(128, 128, queries=32))
+            refused(attend.choose, long_segments, Heads(128, 128, queries=32))
         assert "at most 65,535 segments" in refused(attend.choose, many_segments, Heads(128, 128))
 
 

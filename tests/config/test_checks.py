@@ -134,6 +134,11 @@ CASES = """
 --seq-length 200 | seq_length | --seq-length 208
 --fp8-recipe mxfp8 --seq-length 208 | seq_length | --fp8-recipe mxfp8 --seq-length 224
 --seq-length 208 --context-parallel-size 2 | seq_length | --seq-length 224 --context-parallel-size 2 | 2 2
+## --bf16 --fp8-format hybrid --sequence-parallel --tensor-model-parallel-size 2
+--seq-length 528 --micro-batch-size 1 | seq_length | --seq-length 544 --micro-batch-size 1 | 2 2
+--seq-length 544 --context-parallel-size 2 | seq_length | --seq-length 576 --context-parallel-size 2 | 4 4
+--fp8-recipe blockwise --seq-length 640 | seq_length | --fp8-recipe blockwise --seq-length 768 | 2 2
+--fp8-recipe blockwise --hidden-size 192 | hidden_size | --fp8-recipe blockwise --hidden-size 256 | 2 2
 ## --bf16 --use-precision-aware-optimizer
 --optimizer-cpu-offload --optimizer-offload-fraction 1.1 | optimizer_offload_fraction | --optimizer-cpu-offload --optimizer-offload-fraction 1
 --optimizer-cpu-offload --main-params-dtype fp16 | main_params_dtype | --optimizer-cpu-offload --main-grads-dtype bf16

@@ -2,6 +2,7 @@
 
 import re
 import sys
+import sysconfig
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -103,6 +104,18 @@ def test_a_gpu_without_a_compiler_is_refused(tmp_path: Path, monkeypatch: pytest
         (tmp_path / name).unlink()
     monkeypatch.setenv("CC", "icx")
     assert platform.compiler() == "icx"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_gpu_without_pythons_headers_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    """Triton's compilation needs one. It may be elsewhere, so this is no error."""
+    monkeypatch.setenv("CC", "gcc")
+    monkeypatch.setattr(sysconfig, "get_path", lambda name, scheme: str(tmp_path))
+    for is_there in (False, True):
+        caplog.clear()
+        platform.choose("cuda")
+        assert ("Python.h" in caplog.text) is not is_there
+        (tmp_path / "Python.h").touch()
 
 
 @pytest.mark.usefixtures("gpu")
