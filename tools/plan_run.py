@@ -21,6 +21,7 @@ from megatron_ext.files.atomic import atomic_write
 
 SAVE_MINUTES = 3  # of a checkpoint at the end of a job
 USUAL_WARNING_S = 300  # of examples/slurm/pretrain.sbatch
+MOST_WARNING_S = 65_535  # of sbatch --signal
 
 
 @command
@@ -87,7 +88,9 @@ def write(config: Config, longest_step_s: float, output: Path, gpus: int) -> Non
     print(f"  python pretrain_skyladder.py {flags} --dry-run --world-size {gpus}")
     print(f"  {program('rehearse')} {flags} --world-size {gpus}")
     warning_s = 60 * math.ceil(4 * longest_step_s / 60 + SAVE_MINUTES)
-    if warning_s > USUAL_WARNING_S:
+    if warning_s > MOST_WARNING_S:
+        print(f"a step takes up to {longest_step_s:.0f} s, longer than Slurm can warn before it ends a job: save often")
+    elif warning_s > USUAL_WARNING_S:
         print(f"a step takes up to {longest_step_s:.0f} s; on Slurm submit it with `sbatch --signal=USR1@{warning_s}`")
 
 

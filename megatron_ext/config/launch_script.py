@@ -4,7 +4,8 @@ Known are assignments of texts and arrays, their use as $NAME, ${NAME:-DEFAULT},
 calculations in $((...)), and `eval` and `bash -c` of such texts. Of `if`, `case`, && and || the branch is read that the
 script's own values and arguments choose. Where they do not, as for variables of the environment and files, all branches
 are read, and `Script.decide` names the variables of which they make different values. A loop's lines are read once;
-files that it sources are not read.
+files that it sources are not read. `Script.decide` also names functions, which are read where they are defined, and
+commands that change variables and are not followed.
 """
 
 import ast
@@ -50,6 +51,8 @@ _WORD = rf"(?:\\.|'[^']*'|{_QUOTED.replace('?P<quoted>', '?:')}|{_PLAIN_EXPANSIO
 _HERE = re.compile(  # a text for a command, as in cat << END
     r"(?P<command>(?<!<)<<-?[ \t]*(['\"]?)(?P<end>\w+)\2[^\n]*\n)(?P<body>(?:[^\n]*\n)*?)[ \t]*(?P=end)[ \t]*(?=\n)"
 )
+_FUNCTION = re.compile(r"(?m)^[ \t]*(?:function[ \t]+)?([\w-]+)[ \t]*\([ \t]*\)|^[ \t]*function[ \t]+([\w-]+)")
+_UNFOLLOWED = re.compile(r"(?m)(?:^|[;&|{(])[ \t]*(set[ \t]+--|unset\b|let\b|read\b|mapfile\b|\(\()")
 _STARTS = re.compile(r"(?m)\.py|^\s*(srun|torchrun|mpirun|bash)\b")
 _SKIPPED = r"(?:[ \t\r]|\\\n)*+(?:#[^\n]*)?+"
 _TOKEN = re.compile(rf"{_SKIPPED}(?:(?P<array>\w+\+?=\()|(?P<word>{_WORD})|(?P<end>;;|&&|\|\||[;|&()\n]))", re.DOTALL)
@@ -96,6 +99,8 @@ class Script:
     def __init__(self, text: str, arguments: Sequence[str] = ()) -> None:
         self.variables: dict[str, list[str]] = {}
         self._set_arguments(arguments)
+        self._functions = [match[1] or match[2] for match in _FUNCTION.finditer(text)]
+        self._unfollowed = [" ".join(match[1].split()) for match in _UNFOLLOWED.finditer(text)]
         self.commands: list[list[str]] = []
         self.branches: dict[tuple[str, bool], list[str]] = {}
         self._blocks: list[_Block] = []
@@ -117,6 +122,10 @@ class Script:
                 lines.append(f"${name}: branches of the script add {', '.join(texts)}; all are read")
             elif len(texts) > 1:
                 lines.append(f"${name}: branches of the script make {', '.join(texts)}; the last is read")
+        for name in dict.fromkeys(self._functions):
+            lines.append(f"{name}(): is read where it is defined, with the script's arguments; compare its calls")
+        for name in dict.fromkeys(self._unfollowed):
+            lines.append(f"{name}: is not followed; check the variables that it changes")
         programs = [words for words in self._programs() if _count_flags(words)]
         if any(words != programs[0] for words in programs):
             lines.append(f"the script starts {len(programs)} Python programs with flags; the one with the most is read")
@@ -417,7 +426,7 @@ def _count_flags(words: list[str]) -> int:
 
 def _statements(text: str) -> Iterator[list[str]]:
     """Yield the words of each command, with their quotes; an array is `NAME=(`, its words and `)`."""
-    text = re.sub(r"(?m)^[ \t]*#.*\n?", "", text) + "\n"
+    text += "\n"
     text = _HERE.sub(lambda match: match[0] if _STARTS.search(match["body"]) else match["command"], text)
     command: list[str] = []
     in_array = False

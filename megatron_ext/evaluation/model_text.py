@@ -1,7 +1,7 @@
 """The tokenizer of a trained model, with the tokens that begin and end its texts."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,20 @@ from megatron_ext.errors import UserError
 from megatron_ext.files.reading import read_object
 
 logger = logging.getLogger(__name__)
+# what transformers' generate() also applies without sampling, with the values that change nothing
+NEUTRAL: dict[str, Any] = {
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "num_beams"), 1),
+    **dict.fromkeys(("no_repeat_ngram_size", "min_length", "min_new_tokens"), 0),
+    **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias")),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty")),
+}
+
+
+def warn_of_unapplied(source: str, options: Mapping[str, Any]) -> None:
+    """Log a warning for options of `source` that change the texts of transformers' generate(), but not those here."""
+    for name, value in options.items():
+        if value and name in NEUTRAL and value != NEUTRAL[name]:
+            logger.warning("%s: %s %s is applied by transformers' generate(), not here", source, name, value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +72,7 @@ class ModelText:
             over = read_object(pretrained.folder / "generation_config.json", "is no JSON object; correct or remove it")
             config = read_config(pretrained.folder)
             config |= {key: value for key, value in (over or {}).items() if value is not None}
+            warn_of_unapplied("generation_config.json", over or {})
         begin = None
         if bos and chat:
             raise UserError("bos: got --bos with --chat, whose template spells BOS; leave --bos out")

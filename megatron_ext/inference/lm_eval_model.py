@@ -18,6 +18,7 @@ from typing import Any
 import lm_eval
 import numpy as np
 import torch.distributed as dist
+from jinja2 import TemplateError
 from lm_eval.api.model import TemplateLM
 from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
@@ -30,7 +31,7 @@ from megatron_ext.config import ParallelConfig
 from megatron_ext.data.text.chat import ChatError
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError, first_line
-from megatron_ext.evaluation.model_text import ModelText
+from megatron_ext.evaluation.model_text import ModelText, warn_of_unapplied
 from megatron_ext.evaluation.report import Key, compare
 from megatron_ext.inference.generate import Choice, Generator, Prompt, open_generator
 from megatron_ext.inference.options import LmEvalOptions
@@ -144,7 +145,10 @@ class TrainedModel(TemplateLM):
         """Score continuations; those with the same context are scored together."""
         groups: dict[tuple[int, ...], list[int]] = {}
         contexts = []
-        continuations = [continuation[-self.max_length :] for _, _, continuation in requests]
+        continuations = [continuation for _, _, continuation in requests]
+        longest = max(map(len, continuations), default=0)
+        if longest > self.max_length:
+            raise UserError(f"max_length: got {self.max_length}, needs at least the {longest} of an answer to choose")
         for number, (_, context, _) in enumerate(requests):
             kept = tuple(context[-(self.max_length + 1 - len(continuations[number])) :])
             contexts.append(kept)
@@ -178,6 +182,7 @@ class TrainedModel(TemplateLM):
         answers = [""] * len(requests)
         for options, numbers in groups.items():
             wanted = normalize_gen_kwargs(json.loads(options))
+            warn_of_unapplied("lm-eval: generation_kwargs", wanted)
             until = [stop for stop in wanted["until"] if stop]
             new_tokens = wanted["max_gen_toks"]
             limit = self.max_length - new_tokens
@@ -254,7 +259,7 @@ class Tasks(TaskManager):
             yield
         except UserError:
             raise
-        except (OSError, ValueError, KeyError, ImportError, AssertionError) as error:
+        except (OSError, ValueError, KeyError, ImportError, AssertionError, TemplateError) as error:
             raise UserError(
                 f"lm-eval: {', '.join(self.names)} cannot be run ({first_line(error)[:200]}); `lm-eval ls tasks` "
                 "lists the tasks; offline, their data must be in Hugging Face's cache or in files of the include path"

@@ -333,13 +333,13 @@ def _row(name: str, layout: Layout, machine: Machine) -> str:
     config = layout.config
     hours = layout.seconds * config.training.train_iters / 3600
     tokens = config.data.global_batch_size * config.data.seq_length
-    mfu = utilisation(  # as in metrics.jsonl: relative to the bf16 peak
+    mfu = utilisation(  # as in metrics.jsonl
         config.model,
         count_active_parameters(config.model, machine.vocab_size),
         tokens,
         machine.attention(config, last_window(config)).context,
         seconds=seconds,
-        peak=gpus * machine.kind.bf16 * 1e12,
+        peak=gpus * machine.kind.peak_flops(fp8=config.training.fp8_format is not None),
     )
     bound, _ = max(vars(layout.last).items(), key=lambda part: part[1])
     return (

@@ -13,6 +13,7 @@ token, F inside one expert, ep ranks that share them.
 """
 
 import math
+import re
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
@@ -56,6 +57,12 @@ class Gpu:
     family: str
     hour: Positive
 
+    def peak_flops(self, *, fp8: bool) -> float:
+        """Return the FLOP/s of matrix products; of fp8 where the GPU has it."""
+        if fp8 and self.fp8 is not None:
+            return self.fp8 * 1e12
+        return self.bf16 * 1e12
+
 
 @checked(config=_STRICT)
 class Reached:
@@ -95,10 +102,14 @@ class Speeds:
 
     def of_device(self, name: str) -> Gpu | None:
         """Return the GPU for a driver's device name, such as "NVIDIA A100-SXM4-40GB"; None if it is not in the file."""
-        names = [gpu for gpu in self.gpus if all(part in name for part in gpu.split("-"))]
+        words = set(re.split("[- ]", name))
+        names = [gpu for gpu in self.gpus if words.issuperset(gpu.split("-"))]
         if not names:
             return None
-        return self.gpus[max(names, key=len)]
+        gpu = self.gpus[max(names, key=len)]
+        if words & {"PCIe", "NVL"} and gpu.family != "ampere":  # have lower peaks than the file's SXM form
+            return None
+        return gpu
 
 
 @cache

@@ -141,9 +141,4 @@ def _peak_flops(config: Config, platform: Platform, processes: int) -> float | N
     gpu = read_speeds().of_device(torch.cuda.get_device_name())
     if gpu is None:
         return None
-    teraflops: float | None = gpu.bf16
-    if config.training.fp8_format is not None:
-        teraflops = gpu.fp8
-    if teraflops is None:
-        return None
-    return teraflops * 1e12 * processes
+    return gpu.peak_flops(fp8=config.training.fp8_format is not None) * processes

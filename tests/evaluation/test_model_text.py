@@ -6,7 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
+import torch
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.data.text.tokenizer import Tokenizer, train_bpe
@@ -36,6 +37,22 @@ def test_generation_config_wins_where_it_says_something(folder: Path) -> None:
     assert stop(folder, None) == stop(folder, {"temperature": 0.7}) == stop(folder, {"eos_token_id": None}) == {8}
     assert stop(folder, {"eos_token_id": 9}) == {9}
     assert stop(folder, {"eos_token_id": [9, 10]}) == {9, 10}
+
+
+def test_what_changes_the_texts_of_transformers_alone_is_warned_of(folder: Path, caplog) -> None:
+    """Its greedy search applies them, too. The reference are the processors that transformers makes of them."""
+    prompt = torch.ones(1, 3, dtype=torch.int64)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    for entries in (
+        *({"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}, {"min_new_tokens": 3}, {"suppress_tokens": [5]}),
+        *({"repetition_penalty": 1.0}, {"temperature": 0.7, "top_k": 3}, {"num_beams": 1}, {"min_length": 0}),
+    ):
+        caplog.clear()
+        stop(folder, entries)
+        config = GenerationConfig(**entries, eos_token_id=8, max_length=20)
+        model._prepare_special_tokens(config)
+        processors = model._get_logits_processor(config, input_ids_seq_length=3, encoder_input_ids=prompt)
+        assert ("is applied by transformers" in caplog.text) is (len(processors) > 0), entries
 
 
 def test_texts_begin_with_the_models_own_token_with_bos(folder: Path) -> None:

@@ -17,7 +17,7 @@ from megatron_ext.planning.search import candidates, search, windows, with_less_
 from megatron_ext.planning.step_time import Machine, read_speeds, step_time
 from pretrain_skyladder import main as pretrain
 from tests.launcher import ROOT
-from tools.plan_run import main
+from tools.plan_run import main, write
 
 SPEEDS = read_speeds()
 USABLE = 1 - HEADROOM
@@ -171,6 +171,8 @@ def test_a_plan_waits_for_its_longest_step(tmp_path: Path, capsys: pytest.Captur
             seconds, signal = map(int, longest.groups())
             assert minutes * 60 >= 2 * seconds
             assert signal > 4 * seconds
+    write(Config(), 20_000, output, 2)  # sbatch takes at most 65,535
+    assert "--signal" not in capsys.readouterr().out
 
 
 def test_any_number_of_context_parallel_ranks_that_divides_a_row_is_tried() -> None:

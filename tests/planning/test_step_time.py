@@ -104,6 +104,25 @@ def test_the_slowest_pipeline_stage_sets_the_pace() -> None:
     assert (equal.head > 0, first.head) == (True, 0)
 
 
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA A100 80GB PCIe", "A100"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H200", "H200"),
+        *((other, None) for other in ("NVIDIA H100 PCIe", "NVIDIA H200 NVL", "NVIDIA GB200", "NVIDIA RTX A1000")),
+    ],
+)
+def test_a_device_is_the_gpu_of_the_file_or_none(device: str, name: str | None) -> None:
+    assert SPEEDS.of_device(device) is (None if name is None else SPEEDS.gpu(name))
+
+
+def test_the_peak_is_that_of_the_products_type() -> None:
+    assert SPEEDS.gpu("H100").peak_flops(fp8=True) == 2 * SPEEDS.gpu("H100").peak_flops(fp8=False) + 1e12
+    assert SPEEDS.gpu("A100").peak_flops(fp8=True) == SPEEDS.gpu("A100").peak_flops(fp8=False) == 312e12
+
+
 def test_wrong_gpus_and_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"gpu: got 'H300', needs one of A100-40GB, .*; add it to "):
         SPEEDS.gpu("H300")

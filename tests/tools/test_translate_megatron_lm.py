@@ -160,7 +160,7 @@ def test_a_given_value_that_is_another_one_here_is_listed(tmp_path: Path, words:
         ("touch it's\nrun.py --a 1", "--a 1"),
         ("A='--a 1'\nA+=' --b 2'\nrun.py $A", "--a 1 --b 2"),
         ("run.py --a ${A##*/} --b x#1 --c 3 # a 'comment", "--a ${A##*/} --b x#1 --c 3"),
-        ("# a comment \\\nrun.py --a 1 \\\n  # --b 2 \\\n  --c 3", "--a 1 --c 3"),
+        ("# a comment \\\nrun.py --a 1 \\\n  # --b 2 \\\n  --c 3", "--a 1"),  # bash ends it, too
         ("A=(--a 1); B=(--b 2); run.py ${A[@]} ${B[@]}", "--a 1 --b 2"),
         ("if true; then A+=(--a 1); fi\nrun.py ${A[@]}", "--a 1"),
         ("declare -a A=(--a 1  # (one)\n --b)\nlocal -a B=(--c)\nrun.py ${A[@]} ${B[@]}", "--a 1 --b --c"),
@@ -242,6 +242,12 @@ def test_all_branches_are_read_where_nothing_decides(script: str) -> None:
         ("if make; then A=1; else A=1; fi", None),
         ("A=1\nA=2\nfor B in 1 2; do A=3; done", None),
         ("if make; then A=1; else A=2; fi\nA=3", None),
+        ("f() {\n  A=2\n}", "f(): is read where it is defined, with the script's arguments; compare its calls"),
+        ("function f {\n  :\n}", "f(): is read where it is defined, with the script's arguments; compare its calls"),
+        ("A=1\nunset A", "unset: is not followed; check the variables that it changes"),
+        ("set -- --lr 5", "set --: is not followed; check the variables that it changes"),
+        ("A=1; ((A++))", "((: is not followed; check the variables that it changes"),
+        ("set -euo pipefail; B=$((1 + 2))", None),
         ("run.py --a 1", "the script starts 2 Python programs with flags; the one with the most is read"),
     ],
 )  # fmt: skip

@@ -283,6 +283,10 @@ class Encoder:
         return sequences, mask
 
 
+def _stop_or_skip(problem: str) -> None:
+    raise UserError(f"{problem}; correct it, or pass --skip-bad-lines")
+
+
 encoder = lru_cache(maxsize=1)(Encoder)  # once per process
 
 
@@ -292,7 +296,7 @@ def make_part(part: Path, options: PreprocessOptions, shard: Shard) -> None:
     `part` is a path without a suffix; `options` are hashable, without the inputs.
     """
     report = Report()
-    refuse = report.skip if options.skip_bad_lines else stop
+    refuse = report.skip if options.skip_bad_lines else _stop_or_skip
     with atomic_write(part.with_suffix(".bin")) as partial, partial.open("wb", BLOCK) as file:
         if options.concat_by is not None and isinstance(shard, FileShard):
             arrays, report.empty = write_texts(shard.read(options.fields, refuse), file)

@@ -304,7 +304,7 @@ def read_documents(
 
 
 def stop(problem: str) -> None:
-    raise UserError(f"{problem}; correct it, or pass --skip-bad-lines")
+    raise UserError(f"{problem}; correct it")
 
 
 def read_range(file: FileRange, fields: Fields, refuse: Refuse) -> Iterator[Document]:
