@@ -1,4 +1,4 @@
-"""What `te_thd` refuses is what Transformer Engine would refuse, or compute wrongly, on the same machine.
+"""What is refused is what Transformer Engine would refuse, or compute wrongly, on the same machine.
 
 The functions that take a rank run on the emulated machine.
 """
@@ -14,6 +14,7 @@ import torch
 from megatron_ext.attention import adapters
 from megatron_ext.attention.backends import PerCall, select
 from megatron_ext.attention.limits import Heads
+from megatron_ext.config import TrainingConfig
 from megatron_ext.context_parallel.exchange import QKV
 from megatron_ext.errors import UserError
 from tests.attention.kernels import call_of, inputs_of
@@ -133,3 +134,27 @@ def test_a_run_without_a_kernel_is_refused_at_its_start() -> None:
     machine = replace(WITHOUT_FLASH, capability=(8, 0))
     (message,) = call(started, 1, machine, server=SERVER)
     assert "which cannot serve: te_thd has no kernel for heads of 64 on sm_80 with cuDNN 9.26.0" in message
+
+
+RECIPES = ("blockwise", "mxfp8")
+
+
+def gathered_in_fp8(rank: int) -> list[list[bool]]:
+    """Return by recipe whether Transformer Engine would gather the tensor of a rank, with our least rows and half."""
+    H100.become()
+    import transformer_engine_torch as tex
+    from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+    from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
+
+    e4m3 = tex.DType.kFloat8E4M3
+    quantizers = (Float8BlockQuantizer(e4m3, rowwise=True, columnwise=True), MXFP8Quantizer(e4m3))
+    answers = []
+    for recipe, quantizer in zip(RECIPES, quantizers, strict=True):
+        multiple = TrainingConfig(fp8_format="hybrid", fp8_recipe=recipe).fp8_gathered_multiple
+        answers.append([quantizer.is_quantizable(torch.empty(rows, multiple)) for rows in (multiple, multiple // 2)])
+    return answers
+
+
+def test_the_rows_that_sequence_parallel_ranks_gather_in_fp8_are_whole_blocks() -> None:
+    """Its releases 2.9 to 2.11 end with an assertion where they are not."""
+    assert call(gathered_in_fp8, 1, group=False, server=SERVER) == [[[True, False]] * len(RECIPES)]
