@@ -26,6 +26,9 @@ ON_GPU = "ON_GPU" in os.environ
 if not ON_GPU:  # of all processes; CUDA asks at its first call, Triton as it is imported: its kernels then run on a CPU
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
 
+for name in [name for name in os.environ if name.startswith("SLURM_")]:  # a job's, inside which tests run
+    del os.environ[name]
+
 settings.register_profile("no deadline", deadline=None)  # a busy machine is no failure
 settings.load_profile("no deadline")
 

@@ -98,6 +98,26 @@ def test_torch_varlen_of_2_10_is_refused(torch_has: Any, monkeypatch: pytest.Mon
 # FlashAttention 2 and 4, whose packages share a folder
 
 
+def flash_attn_varlen_func_of_2(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
+    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
+    block_table=None,
+):  # fmt: skip
+    assert causal
+    assert dropout_p == 0
+    assert not return_attn_probs
+    assert (max_seqlen_q, max_seqlen_k) == (3, 5)
+    assert window_size in ((-1, 0), (2, 0))
+    return packed(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, window_size[0])
+
+
+@pytest.mark.parametrize("left_window", [None, 2])
+def test_flash_attn_2_is_called_as_its_signature_says(monkeypatch: pytest.MonkeyPatch, left_window: int | None) -> None:
+    fake(monkeypatch, "flash_attn", flash_attn_varlen_func=flash_attn_varlen_func_of_2)
+    call = call_of([(3, 3), (2, 5), (1, 1)], left_window)
+    assert_right(adapters.flash_attn, inputs_of(call), call)
+
+
 def flash_attn_varlen_func_of_4(
     q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None,
     seqused_q=None, seqused_k=None, gather_kv_indices=None, page_table=None, softmax_scale=None, causal=False,
@@ -162,8 +182,8 @@ NEEDS = {
     ],
 )
 def test_which_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files, needs, fa2: bool, fa4) -> None:
-    if adapters.installed_version("flash-attn-4") is not None:
-        pytest.skip("FlashAttention 4 is installed")
+    if any(map(adapters.installed_version, ("flash-attn", "flash-attn-4"))):
+        pytest.skip("FlashAttention is installed")
     install(tmp_path, files, needs)
     monkeypatch.syspath_prepend(tmp_path)
     reasons = backends.objections(CUDA, torch.bfloat16, 64)

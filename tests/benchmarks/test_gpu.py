@@ -88,7 +88,7 @@ def test_a_gpu_that_torch_does_not_see_is_no_dry_run(tmp_path: Path) -> None:
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
-    done = gpu_sh("machine", output=tmp_path / "out.jsonl", PATH=path, CUDA_VISIBLE_DEVICES="0")
+    done = gpu_sh("machine", output=tmp_path / "out.jsonl", PATH=path, CUDA_VISIBLE_DEVICES="99")
     assert done.returncode == 2
     assert "nvidia-smi lists a GPU that torch does not see" in done.stderr
     assert not (tmp_path / "out.jsonl").exists()

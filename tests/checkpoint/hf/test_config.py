@@ -134,6 +134,7 @@ def test_no_one_is_told_to_remove_an_entry_that_transformers_reads(family: str) 
         except UserError as error:
             messages.append(str(error))
     assert not [text for text in messages if "remove it" in text]
+    assert "remove it" in refused(model_config, content | {"no_entry_of_transformers": 0.5})
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "ministral", "smollm3", "olmo3"])

@@ -1,5 +1,6 @@
 """Conversion both ways: bit-exact, unsupported models are refused by name, an output is complete or absent."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import scan_cache_dir
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -238,8 +240,8 @@ def test_an_export_of_a_run_on_chats_ends_with_a_turn(tmp_path: Path, caplog: py
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "additional_chat_templates/a.jinja"])
-def test_a_link_out_of_the_folder_is_not_copied(stories_model: Path, tmp_path: Path, name: str) -> None:
-    model = Path(shutil.copytree(stories_model, tmp_path / "model"))
+def test_a_link_out_of_the_folder_is_not_copied(tmp_path: Path, name: str) -> None:
+    model = put_tokenizer(write_model(tmp_path / "model", "llama"), None)
     (model / "additional_chat_templates").mkdir()
     private = tmp_path / "private"
     link = model / name
@@ -258,16 +260,22 @@ def test_a_link_out_of_the_folder_is_not_copied(stories_model: Path, tmp_path: P
     assert not copied.is_symlink()
 
 
-def test_a_snapshot_of_the_cache_is_converted(stories_model: Path, tmp_path: Path) -> None:
+def test_a_snapshot_of_the_cache_is_converted(tmp_path: Path) -> None:
     """Every file a link into `blobs`; a folder of that name elsewhere, or a link for it, is not the cache's."""
-    repository = tmp_path / "models--a--b"
-    snapshot = repository / "snapshots" / "0123"
+    model = put_tokenizer(write_model(tmp_path / "model", "llama"), None)
+    (model / "generation_config.json").write_text("{}")
+    repository = tmp_path / "hub" / "models--a--b"
+    commit = "0123456789" * 4
+    snapshot = repository / "snapshots" / commit
     blobs = repository / "blobs"
-    snapshot.mkdir(parents=True)
-    shutil.copytree(stories_model, blobs)
-    (blobs / "generation_config.json").write_text("{}")
-    for file in blobs.iterdir():
-        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    for folder in (snapshot, blobs, repository / "refs"):
+        folder.mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    for file in model.iterdir():
+        blob = hashlib.sha256(file.read_bytes()).hexdigest()
+        shutil.copyfile(file, blobs / blob)
+        (snapshot / file.name).symlink_to(f"../../blobs/{blob}")
+    assert not scan_cache_dir(tmp_path / "hub").warnings
     (tmp_path / "short").symlink_to(snapshot)
     for number, source in enumerate((snapshot, tmp_path / "short")):
         hf_to_megatron(source, tmp_path / f"run{number}")

@@ -298,6 +298,21 @@ def test_bad_conversations_are_named_and_unanswered_ones_counted(options: Prepro
     assert preprocess(replace(options, overwrite=True, messages_field="chat")).documents == 1
 
 
+def test_the_end_of_a_document_after_a_chat_is_not_trained(options: PreprocessOptions, folder: Path) -> None:
+    datasets = []
+    for name, append in (("without", False), ("with", True)):
+        made = replace(
+            options, append_eod=append, eod_token="<|endoftext|>", output_prefix=options.output_prefix + name
+        )
+        preprocess(made)
+        datasets.append(IndexedSource(made.output_prefix))
+    plain, ended = datasets
+    length = int(plain.document_lengths[0])
+    eod = Tokenizer(folder, "<|endoftext|>").eod_id
+    assert ended.read(0, 0, length + 1).tolist() == [*plain.read(0, 0, length).tolist(), eod]
+    assert ended.read_mask(0, 0, length + 1).tolist() == [*plain.read_mask(0, 0, length).tolist(), False]
+
+
 def test_a_message_cannot_end_its_document(options: PreprocessOptions) -> None:
     """A token that the flags make special is refused in messages like the tokenizer's own."""
     put_chats(Path(options.inputs[0]), [[ASK, SAY], [{"role": "user", "content": "a x b"}, SAY]])
