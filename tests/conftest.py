@@ -17,8 +17,9 @@ import pytest
 import torch
 from hypothesis import settings
 
-from megatron_ext.data.text.tokenizer import Tokenizer
+from megatron_ext.data.text.tokenizer import Tokenizer, train_bpe
 from megatron_ext.errors import UserError
+from tests.checkpoint.models import write_model
 from tests.launcher import Commands
 from tests.runs import Launched
 
@@ -36,6 +37,10 @@ ROOT = Path(__file__).resolve().parents[1]
 # the processes that tests start run this checkout as well, also where another copy is installed
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 VOCABULARY = 1024
+STORIES: dict[str, Any] = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 5, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "max_position_embeddings": 512, "tie_word_embeddings": True,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -101,12 +106,13 @@ def launched(small_data: SmallData, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture(scope="session")
-def stories_model() -> Path:
-    """A real Llama of 260K parameters with its tokenizer, as a Hugging Face folder beside this checkout."""
+def stories_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a real Llama of 260K parameters beside this checkout, or of one of its sizes, drawn here."""
     folder = ROOT.parent / "shared" / "data" / "stories260k-hf"
-    if not (folder / "model.safetensors").is_file():
-        pytest.skip(f"no {folder}")
-    return folder
+    if (folder / "model.safetensors").is_file():
+        return folder
+    made = train_bpe(list(_texts()), STORIES["vocab_size"], tmp_path_factory.mktemp("stories") / "model").file.parent
+    return write_model(made, "llama", **STORIES)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

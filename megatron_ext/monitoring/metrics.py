@@ -9,6 +9,7 @@ as `null` (the views get the number itself). Only rank 0 writes.
 
 import json
 import math
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
@@ -128,8 +129,13 @@ class MetricsWriter:
     def write(self, group: str, record: Record) -> None:
         """Write the record of a step ("train"), or of an evaluation ("validation")."""
         line = json.dumps(_plain(record), allow_nan=False) + "\n"
-        write_whole(self._files[group], line.encode())  # survives a crash of this process, but not a power failure
+        write_whole(self._files[group], line.encode())  # survives a crash of this process
         self._show(group, record)
+
+    def sync(self) -> None:
+        """Wait until both files are on disk, where they survive a power failure, too."""
+        for file in self._files.values():
+            os.fsync(file)
 
     def close(self) -> None:
         """Close every file and view."""

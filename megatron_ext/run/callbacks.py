@@ -114,6 +114,11 @@ class RunRecords:
             aside.write_text(dump_run(self.config))
         note_history(folder, "start", self._began, {**self.info.facts, **facts})
 
+    def sync(self) -> None:
+        """Wait until what was written is on disk: after a checkpoint no step before it is repeated."""
+        if self.metrics is not None:
+            self.metrics.sync()
+
     def after_step(self, done: StepRecord) -> None:
         """Write the metrics of a step."""
         result = done.result

@@ -42,7 +42,6 @@ DIVERGED = 86
 HUNG = 87
 STOPPED_FILE = "stopped.json"
 DIVERGED_FILE = "diverged.json"
-VALIDATION_LOSS = "validation loss"
 
 # signals that end nothing, that cannot be caught, that Python makes an OSError, and faults of the process itself
 _OTHER = {
@@ -52,6 +51,7 @@ _OTHER = {
 }
 REQUESTS = set(signal.Signals) - _OTHER
 _ALWAYS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}  # a shell lets its background commands ignore SIGINT
+_INTERRUPT = max(signal.Signals) + 1  # of SIGINT's priority
 _TWICE_S = 1.0  # a terminal and a launcher may both pass on one Ctrl-C
 
 
@@ -73,6 +73,13 @@ class StopRequest(ExitStack):
         self.run = run  # folder of the run, if it has one
         self.signal = 0
         self._listens = False
+
+    @property
+    def priority(self) -> int:
+        """The signal as a number, of which the largest of all processes counts: SIGINT's is above all others."""
+        if self.signal == signal.SIGINT:
+            return _INTERRUPT
+        return self.signal
 
     def listen(self) -> None:
         """Start recording signals; a second call changes nothing."""
@@ -126,14 +133,22 @@ class StopRequest(ExitStack):
             print_above(text)
 
 
+def signal_of(priority: int) -> int:
+    """Return the signal of `StopRequest.priority`."""
+    if priority == _INTERRUPT:
+        return signal.SIGINT
+    return priority
+
+
 @dataclass(frozen=True)
 class Ending:
     """Describes how a run ended."""
 
     signal: int  # the signal that stopped the run; 0 if all steps are done
     step: int  # number of completed steps
-    checkpoint: Path | None  # the checkpoint of this step, None without --save; after divergence, the newest, if any
+    checkpoint: Path | None  # of this step, None without --save; after divergence, the newest good one, if any
     divergence: DivergedError | None = None  # the error in the step, or the validation, after `step` steps
+    spoilt: Path | None = None  # after divergence, the newest checkpoint if it has the weights that diverged
 
     @property
     def status(self) -> int:

@@ -154,10 +154,17 @@ def _diverged(stage: Stage, ending: Ending, divergence: DivergedError) -> str:
         source = as_flag("load", good)
         if stage.name is not None:
             source = f"--stage {stage.name} {as_flag('load', stage.run)}"
+            if ending.spoilt is not None:
+                source += " --load-latest-complete"
         flags = f"{source} --override lr clip_grad and "
+    delete = ""
+    if ending.spoilt is not None and good is None:
+        delete = f"delete {ending.spoilt.parent} and "
+    elif ending.spoilt is not None and stage.name is not None:
+        delete = f"delete {ending.spoilt} and "
     return (
         f"diverged: the {divergence.what} of step {ending.step} is {divergence.value}, needs {divergence.needs}; the "
-        f"last good checkpoint is {good or 'none'}; start again with {flags}a lower --lr or --clip-grad"
+        f"last good checkpoint is {good or 'none'}; {delete}start again with {flags}a lower --lr or --clip-grad"
     )
 
 

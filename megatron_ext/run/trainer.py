@@ -40,7 +40,7 @@ from megatron_ext.run.callbacks import Incidents, RunInfo, RunRecords, StepRecor
 from megatron_ext.run.identity import data_fingerprints
 from megatron_ext.run.inputs import validation_setting
 from megatron_ext.run.lm_eval import LmEval
-from megatron_ext.run.signals import VALIDATION_LOSS, Ending, StopRequest
+from megatron_ext.run.signals import Ending, StopRequest, signal_of
 from megatron_ext.run.trajectory import Trajectory
 from megatron_ext.run.validation import Validation
 from megatron_ext.run.watchdog import Watchdog
@@ -199,16 +199,14 @@ class Trainer:
             newest_checkpoint = self.checkpointer.saved
             if newest_checkpoint is None and self.inputs.checkpoint is not None:
                 newest_checkpoint = self.inputs.checkpoint.folder
-            if newest_checkpoint is not None and self._is_spoilt(newest_checkpoint, error):
-                newest_checkpoint = next((checkpoint.folder for checkpoint in older(newest_checkpoint)), None)
-            return Ending(0, self.step, newest_checkpoint, error)
+            if newest_checkpoint is None or step_of(newest_checkpoint) != self.step:
+                return Ending(0, self.step, newest_checkpoint, error)
+            # it has the very weights that gave this loss
+            good = next((checkpoint.folder for checkpoint in older(newest_checkpoint)), None)
+            return Ending(0, self.step, good, error, spoilt=newest_checkpoint)
         finally:
             gc.unfreeze()
         return self._finish(run, has_next_stage)
-
-    def _is_spoilt(self, newest_checkpoint: Path, error: DivergedError) -> bool:
-        """Return whether the newest checkpoint has the weights whose validation loss is not finite."""
-        return error.what == VALIDATION_LOSS and step_of(newest_checkpoint) == self.step
 
     def _train(self, prefetch: ThreadPoolExecutor) -> None:
         """Train until the last step, a signal, or early stopping."""
@@ -286,7 +284,7 @@ class Trainer:
         values = launched.results.values()
         step = launched.step
         stop_signal, writing, by_clock, peak_memory = values["largest"]
-        self.stopped_by = self.stopped_by or int(stop_signal)
+        self.stopped_by = self.stopped_by or signal_of(int(stop_signal))
         # the status is outdated if the step was launched before the last result began to be published
         self.writing = bool(writing) or launched.checkpoints_begun != self.checkpointer.begun
         self.save_by_clock = bool(by_clock)
@@ -337,7 +335,7 @@ class Trainer:
         if device.type == "cuda":
             peak = torch.cuda.max_memory_allocated()
         sent_bytes = to_device([self.context.take_sent_bytes()], device)
-        largest = to_device([self.request.signal, *self.checkpointer.status(), peak], device)
+        largest = to_device([self.request.priority, *self.checkpointer.status(), peak], device)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         dist.all_reduce(sent_bytes)
         return {"largest": largest, "cp_bytes": sent_bytes}
@@ -349,6 +347,7 @@ class Trainer:
         heartbeat.beat(f"saving after {self.step} steps")
         ranks = self.ranks
         consumed_samples = self.consumed_samples(self.step)
+        self.records.sync()
         self.checkpointer.save(self.folder, Position(self.step, consumed_samples, self.incidents.state_dict()))
         if ranks.reports_loss and ranks.context == 0 and ranks.data == 0:
             tokenizer = None

@@ -20,7 +20,7 @@ from megatron_ext.monitoring.metrics import EVALUATION_FILE, read_by_step
 from megatron_ext.run.batches import BatchMaker
 from megatron_ext.run.callbacks import Losses, RunRecords
 from megatron_ext.run.lm_eval import LmEval
-from megatron_ext.run.signals import VALIDATION_LOSS, StopRequest
+from megatron_ext.run.signals import StopRequest, signal_of
 
 
 @dataclass
@@ -112,16 +112,16 @@ class Validation:
             heartbeat.beat(f"validating after {step} steps")
             if request is not None:
                 # a signal may reach only one process, but all must leave this loop together
-                received = torch.tensor(request.signal, device=self.stepper.platform.device)
+                received = torch.tensor(request.priority, device=self.stepper.platform.device)
                 dist.all_reduce(received, dist.ReduceOp.MAX)
                 if received:
-                    return int(received)
+                    return signal_of(int(received))
             batches = self.batches.evaluate(self.rows.row, number * data.global_batch_size, length, trained_window)
             sums[length] += self.stepper.evaluate(batches)
         losses = {length: mean_loss(at) for length, at in sums.items()}
         for loss in losses.values():
             if loss is not None and not math.isfinite(loss):
-                raise DivergedError(VALIDATION_LOSS, loss)
+                raise DivergedError("validation loss", loss)
         longest = lengths[-1]
         self.records.evaluation(step, losses, losses_by_position(sums[longest]), self.setting)
         self.losses[step] = losses[longest]

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from megatron_ext.checkpoint.folders import folder_name, locate
-from megatron_ext.run.signals import StopRequest
+from megatron_ext.run.signals import StopRequest, signal_of
 from tests.conftest import SmallData
 from tests.launcher import TIMEOUT_S, Commands, Running, call, clean_environment, torchrun, wait_until
 from tests.runs import CONFIG, TRAINER, read_jsonl
@@ -106,6 +106,18 @@ def test_an_interrupted_validation_is_repeated_on_resume(small_data: SmallData, 
     assert [record["step"] for record in read_jsonl(run / "evaluation.jsonl")] == [0, 3]
     assert "checkpoint of another layout: random states start anew" in again.stderr
     assert len(read_jsonl(run / "metrics.jsonl")) == 3
+
+
+def test_a_persons_signal_counts_more_than_any_other_processs() -> None:
+    """Processes agree on the largest number: the job must not start again if any of them got a Ctrl-C."""
+    priorities = []
+    for number in (signal.SIGINT, signal.SIGTERM, 0, max(signal.Signals)):
+        request = StopRequest(None)
+        request.signal = number
+        priorities.append(request.priority)
+        assert signal_of(request.priority) == number
+    assert max(priorities) == priorities[0]
+    assert min(priorities) == 0
 
 
 def unrequested(rank: int) -> list[str]:

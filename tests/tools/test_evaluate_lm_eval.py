@@ -44,6 +44,7 @@ generation_kwargs: {until: ["."], max_gen_toks: 24, do_sample: false}
 metric_list: [{metric: exact_match}]
 """,
 }
+QUESTION = "Once upon a time, there was a child named {}. "
 NAMES = ["Lily", "Tom", "Sam", "Anna", "Ben", "Mia"]
 MDQA = Path(__file__).resolve().parents[2] / "examples/lm_eval"
 MAX_LENGTH = 96  # shorter than the stories: contexts are cut, and rolling takes several windows
@@ -53,7 +54,7 @@ def write_tasks(folder: Path) -> Path:
     folder.mkdir()
     lines = [
         {
-            "question": f"Once upon a time, there was a child named {name}. " * (1 + number),
+            "question": QUESTION.format(name) * (1 + number),
             "choices": [f" {name} was happy", " zq xk", " The dog ran to the park and saw a big tree"],
             "answer": number % 3,
             "story": f"{name} went to the park and saw a big dog. They played with a ball all day. " * (1 + number),
@@ -128,12 +129,14 @@ def test_answers_are_those_of_lm_evals_own_model(alone: Commands, stories_model:
 
 def test_two_models_are_compared_question_by_question(alone: Commands, stories_model: Path, tmp_path: Path) -> None:
     other_model = with_tokenizer(write_model(tmp_path / "other", "llama", vocab_size=512), stories_model)
-    flags = [stories_model, other_model, "--split-length", 30, "--cut-middle"]
+    question_tokens = len(Tokenizer(stories_model).encode(QUESTION.format("Lily")))
+    split_length = question_tokens * 3 // 2  # other prompts repeat the question
+    flags = [stories_model, other_model, "--split-length", split_length, "--cut-middle"]
     record, _ = evaluated(alone, tmp_path / "out", write_tasks(tmp_path / "tasks"), *flags)
     values = [result["value"] for result in record["results"] if result["metric"] == "acc_norm"]
     split = [result for result in record["results"] if result["metric"].startswith("acc_norm, prompts")]
     counts = [(result["metric"], result["count"]) for result in split[:2]]
-    assert counts == [("acc_norm, prompts <= 30", 1), ("acc_norm, prompts > 30", 5)]
+    assert counts == [(f"acc_norm, prompts <= {split_length}", 1), (f"acc_norm, prompts > {split_length}", 5)]
     assert np.average([result["value"] for result in split[:2]], weights=[1, 5]) == pytest.approx(values[0])
     (pair,) = [pair for pair in record["differences"] if pair["task"] == "choice"]
     assert pair["value"] == pytest.approx(values[1] - values[0])
@@ -204,6 +207,15 @@ def test_a_task_without_its_package_is_refused(alone: Commands, stories_model: P
     (tmp_path / "task.yaml").write_text("task: needy\noutput_type: generate_until\ndoc_to_text: !function score.text\n")
     (done,) = alone.attempt(TOOL, "lm-eval", stories_model, "--tasks", "needy", "--include-path", tmp_path)
     assert "lm-eval: needy cannot be run (No module named 'no_such_package')" in refusal(done)
+
+
+def test_a_task_that_runs_a_models_programs_is_refused(alone: Commands, stories_model: Path, tmp_path: Path) -> None:
+    tasks = write_tasks(tmp_path / "tasks")
+    name = next(iter(TASKS))
+    with (tasks / f"{name}.yaml").open("a") as file:
+        file.write("unsafe_code: true\n")
+    (done,) = alone.attempt(TOOL, "lm-eval", stories_model, "--tasks", name, "--include-path", tasks)
+    assert "marked as unsafe" in refusal(done)
 
 
 def test_texts_that_a_task_draws_are_those_of_lm_evals_own_run(stories_model: Path, tmp_path: Path) -> None:
