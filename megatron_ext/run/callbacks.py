@@ -90,8 +90,10 @@ class RunRecords:
             config.training.train_iters, step, enabled=first, every_steps=config.logging.log_interval
         )
 
-    def open(self, folder: Path) -> None:
+    def open(self, folder: Path, *, is_continued: bool) -> None:
         """Write config.yaml and the start to the run's folder; open its metrics, and remove steps to be repeated.
+
+        Unless a checkpoint of the folder is continued, its steps are an earlier start's whose weights are lost.
 
         Raises:
             UserError: a damaged line of metrics, or a run that began from others and saved nothing yet.
@@ -107,8 +109,9 @@ class RunRecords:
                 f"{min(lacking)}: got none, but {folder}, which has no checkpoint yet, began with {flags}; add this, "
                 "or choose another folder"
             )
+        kept_steps = self._began if is_continued else 0
         self.metrics = MetricsWriter(
-            folder, resume_step=self._began, logging=self.config.logging, config=to_dict(self.config)
+            folder, resume_step=kept_steps, logging=self.config.logging, config=to_dict(self.config)
         )
         with atomic_write(folder / "config.yaml") as aside:
             aside.write_text(dump_run(self.config))

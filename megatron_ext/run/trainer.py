@@ -128,14 +128,15 @@ class Trainer:
         self.checkpointer = Checkpointer(self.model, self.optimizer, config, ranks, data)
         self.start = self._restore()
         self.step = self.start.step
-        self.records = RunRecords(config, info, self.step, first=ranks.world == 0)
-        if folder is not None:
-            agreement.run_on_rank0(lambda: self.records.open(folder), folder)
-        self.incidents = Incidents(config, self.records, self.start.trainer_state)
         # the folder, if the run resumes from a checkpoint inside it
         self.continued: Path | None = None
         if inputs.checkpoint and folder and inputs.checkpoint.run.resolve() == folder.resolve():
             self.continued = folder
+        self.records = RunRecords(config, info, self.step, first=ranks.world == 0)
+        if folder is not None:
+            is_continued = self.continued is not None
+            agreement.run_on_rank0(lambda: self.records.open(folder, is_continued=is_continued), folder)
+        self.incidents = Incidents(config, self.records, self.start.trainer_state)
         self.validation = self._open_validation()
         self.trajectory: Trajectory | None = None
         if config.checkpoint.dump_trajectory:

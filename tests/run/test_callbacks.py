@@ -47,7 +47,7 @@ def records(folder: Path, step: int = 0, **sections: object) -> RunRecords:
     sections = {"data": DataConfig(seq_length=16, global_batch_size=8), **sections}
     config = Config(**{"training": TrainingConfig(train_iters=4), **sections})  # type: ignore[arg-type]
     run_records = RunRecords(config, RunInfo(1000, 1e6, {"host": "here"}), step, first=True)
-    run_records.open(folder)
+    run_records.open(folder, is_continued=step > 0)
     return run_records
 
 

@@ -64,6 +64,8 @@ def test_the_command_that_began_a_branch_continues_it(flags: list[object], alone
     for run in (base, other_run):
         alone.run(TRAINER, *flags, "--train-iters", 1, "--save", run)
     command = [*flags, "--load", base, "--load-if-present", "--save", branch]
+    branch.mkdir()  # left by an earlier start, which saved nothing and whose weights are lost
+    (branch / "metrics.jsonl").write_bytes((base / "metrics.jsonl").read_bytes())
     alone.run(TRAINER, *command, "--train-iters", 2)
     (done,) = alone.run(TRAINER, *command, "--train-iters", 3)
     assert f"continuing from {branch}/checkpoints/iter_0000002 after 2 steps" in done.stderr
