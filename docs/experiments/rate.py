@@ -8,7 +8,7 @@ with the file of runs alone (--runs).
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -145,6 +145,11 @@ def chosen(runs: Losses, arm: str, steps: int, grid: Grid) -> list[int]:
     return [best_of({k: values[mask] for k, values in losses.items()}) for mask in others]
 
 
+def best_for_all(runs: Losses, arm: str, steps: int, grid: Grid) -> list[int]:
+    """Return for each seed k of the rate that is best for all seeds that choose, its own losses too."""
+    return [best_of(tuning_losses(runs, arm, steps, grid.tuning_seeds))] * len(grid.seeds)
+
+
 def planned_at_chosen(runs: Losses, grid: Grid) -> list[Plan]:
     """List the runs that are compared: at each budget the rate chosen there, at the last one that of the first too."""
     first, last = grid.budgets[0], grid.budgets[-1]
@@ -171,9 +176,8 @@ def optimum(runs: Losses, arm: str, steps: int, seeds: Sequence[int]) -> Float64
     return np.asarray(np.log2(rate(at)) - slope / (2 * curvature))
 
 
-def test_losses(runs: Losses, arm: str, steps: int, chosen_at: int, length: int, grid: Grid) -> Float64:
-    """Return the losses of the test half for each seed at the rate that was chosen for it at `chosen_at` steps."""
-    rates = chosen(runs, arm, chosen_at, grid)
+def test_losses(runs: Losses, arm: str, steps: int, rates: Sequence[int], length: int, grid: Grid) -> Float64:
+    """Return the losses of the test half for each seed at its rate."""
     plans = [Plan(arm, rate(k), steps, seed) for k, seed in zip(rates, grid.seeds, strict=True)]
     return np.array([runs[plan]["test"][length] for plan in plans])
 
@@ -193,7 +197,9 @@ def results(runs: Losses, grid: Grid) -> list[str]:
         optimum_table(runs, grid),
         f"### Gains\n\nConstant minus growing, {len(grid.seeds)} seeds, each at the rate that is best at this budget "
         "for the other seeds that choose, nats per token of the test half. The slope is per doubling of the budget.",
-        gain_table(runs, grid),
+        gain_table(runs, grid, chosen),
+        "The same, not planned, at the rate that is best at this budget for all seeds that choose, their own too.",
+        gain_table(runs, grid, best_for_all),
         f"### The best rate of {first} tokens at {last}\n\nLoss at {ROW} tokens of the test half after {last} tokens, "
         f"at the rate that is best for the others after {first}, minus that at their best after {last}, "
         f"{len(grid.seeds)} seeds.",
@@ -229,11 +235,13 @@ def optimum_table(runs: Losses, grid: Grid) -> str:
     return table(["arm", *map(million, grid.budgets), "octaves per doubling"], rows)
 
 
-def gain_table(runs: Losses, grid: Grid) -> str:
+def gain_table(runs: Losses, grid: Grid, choose: Callable[[Losses, str, int, Grid], list[int]]) -> str:
     """Make the table of the gains at both windows and of their difference, by budget, and of their slopes."""
 
     def gain(steps: int, length: int) -> Float64:
-        constant, growing = (test_losses(runs, arm, steps, steps, length, grid) for arm in ARMS)
+        constant, growing = (
+            test_losses(runs, arm, steps, choose(runs, arm, steps, grid), length, grid) for arm in ARMS
+        )
         return constant - growing
 
     short, whole = (np.array([gain(steps, length) for steps in grid.budgets]) for length in LENGTHS)
@@ -253,9 +261,9 @@ def carried_table(runs: Losses, grid: Grid) -> str:
     first, last = grid.budgets[0], grid.budgets[-1]
     rows: list[list[object]] = []
     for arm in ARMS:
-        old, own = (test_losses(runs, arm, last, chosen_at, ROW, grid) for chosen_at in (first, last))
-        rates = [set(chosen(runs, arm, steps, grid)) for steps in (first, last)]
-        named = [", ".join(f"{rate(k):g}" for k in sorted(by_seed)) for by_seed in rates]
+        old_rates, own_rates = (chosen(runs, arm, chosen_at, grid) for chosen_at in (first, last))
+        old, own = (test_losses(runs, arm, last, rates, ROW, grid) for rates in (old_rates, own_rates))
+        named = [", ".join(f"{rate(k):g}" for k in sorted(set(rates))) for rates in (old_rates, own_rates)]
         rows.append([arm, *named, Mean.of((old - own).tolist())])
     return table(["arm", "old rate", "own best", "difference"], rows)
 

@@ -40,7 +40,7 @@ def test_known_rates_and_gains_are_found(rate: ModuleType) -> None:
             "test": {length: loss - gained[length] for length in (32, 512)},
         }
     assert sum(plan.seed == 11 for plan in runs) == 8  # both arms at each budget, and at the last one two rates
-    rates, optima, gains, carried = (rate.results(runs, grid)[place] for place in (2, 4, 6, 8))
+    rates, optima, gains, gains_for_all, carried = (rate.results(runs, grid)[place] for place in (2, 4, 6, 8, 10))
     assert [line.split("|")[-2].strip() for line in rates.splitlines()[2:]] == [
         f"{rate.rate(int(k)):g}" for arm in ("constant", "growing") for k in BEST[arm]
     ]
@@ -50,6 +50,7 @@ def test_known_rates_and_gains_are_found(rate: ModuleType) -> None:
     found = numbers_in(gains, r"[+-][\d.]+(?= ±)")
     by_budget = [[short, whole, whole - short] for short, whole in zip(*GAIN.values(), strict=True)]
     assert found == pytest.approx([*np.ravel(by_budget), -0.02, -0.03, -0.01], abs=1e-4)
+    assert gains_for_all == gains  # here one rate is best for every seed
     # 4 and 2 steps of the grid away, squared, from 0.2 beside it
     assert numbers_in(carried, r"[+-][\d.]+(?= ±)") == pytest.approx(
         [0.01 * (3.8**2 - 0.2**2), 0.01 * (1.8**2 - 0.2**2)]
