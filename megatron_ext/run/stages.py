@@ -150,21 +150,20 @@ def _diverged(stage: Stage, ending: Ending, divergence: DivergedError) -> str:
     """Return the message for a diverged run, with the flags that continue from the last good checkpoint."""
     good = ending.checkpoint
     flags = ""
+    spoilt = ""
+    if ending.spoilt is not None:
+        spoilt = f", {ending.spoilt} has the weights that diverged"
     if good is not None:
         source = as_flag("load", good)
         if stage.name is not None:
             source = f"--stage {stage.name} {as_flag('load', stage.run)}"
-            if ending.spoilt is not None:
+            if ending.spoilt is not None:  # a stage continues from its newest checkpoint
                 source += " --load-latest-complete"
+                spoilt += " (move it away)"
         flags = f"{source} --override lr clip_grad and "
-    delete = ""
-    if ending.spoilt is not None and good is None:
-        delete = f"delete {ending.spoilt.parent} and "
-    elif ending.spoilt is not None and stage.name is not None:
-        delete = f"delete {ending.spoilt} and "
     return (
         f"diverged: the {divergence.what} of step {ending.step} is {divergence.value}, needs {divergence.needs}; the "
-        f"last good checkpoint is {good or 'none'}; {delete}start again with {flags}a lower --lr or --clip-grad"
+        f"last good checkpoint is {good or 'none'}{spoilt}; start again with {flags}a lower --lr or --clip-grad"
     )
 
 

@@ -65,13 +65,13 @@ def test_the_recommended_flags_continue_a_stage(alone: Commands, small_data: Sma
     (done,) = alone.attempt(*command)
     assert done.status == DIVERGED, done.stderr
     checkpoints = sorted((run / "wild" / "checkpoints").glob("iter_*"))
-    deleted = re.search(r"delete (\S+) and start again", line_of(done))
+    spoilt = re.search(r", (\S+) has the weights that diverged \(move it away\); start again", line_of(done))
     flags = recommended(done)
     latest = ["--load-latest-complete"] if len(checkpoints) > 1 else []
     assert flags == ["--stage", "wild", "--load", str(run), *latest, "--override", "lr", "clip_grad"]
-    assert deleted is not None
-    assert deleted[1] == str(checkpoints[-1])
-    shutil.rmtree(deleted[1])
+    assert spoilt is not None
+    assert spoilt[1] == str(checkpoints[-1])
+    shutil.rmtree(spoilt[1])
     (done,) = alone.run(*command, *flags, "--lr", 1e-4)
     assert len(read_jsonl(run / "wild" / "metrics.jsonl")) == 4
 
