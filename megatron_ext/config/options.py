@@ -555,9 +555,9 @@ class TrainingConfig(_Section):
 
     @property
     def fp8_gathered_multiple(self) -> int:
-        """The number that both dimensions of what sequence-parallel ranks gather must be a multiple of on each of them.
+        """The rows and the width of a rank's tensor must be multiples of this where sequence-parallel ranks gather it.
 
-        Transformer Engine 2.9 to 2.11 gathers only whole blocks.
+        It is 1 without fp8. Transformer Engine 2.9 to 2.11 gathers only whole blocks.
         """
         if self.fp8_format is None:
             return 1

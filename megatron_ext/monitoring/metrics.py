@@ -133,7 +133,7 @@ class MetricsWriter:
         self._show(group, record)
 
     def sync(self) -> None:
-        """Wait until both files are on disk, where they survive a power failure, too."""
+        """Wait until both files are on disk, so that they survive a power failure."""
         for file in self._files.values():
             os.fsync(file)
 

@@ -93,7 +93,7 @@ class RunRecords:
     def open(self, folder: Path, *, is_continued: bool) -> None:
         """Write config.yaml and the start to the run's folder; open its metrics, and remove steps to be repeated.
 
-        Unless a checkpoint of the folder is continued, its steps are an earlier start's whose weights are lost.
+        If no checkpoint of this folder is continued, all recorded steps are removed: their weights are lost.
 
         Raises:
             UserError: a damaged line of metrics, or a run that began from others and saved nothing yet.
@@ -118,7 +118,7 @@ class RunRecords:
         note_history(folder, "start", self._began, {**self.info.facts, **facts})
 
     def sync(self) -> None:
-        """Wait until what was written is on disk: after a checkpoint no step before it is repeated."""
+        """Wait until the records are on disk: a resumed run does not repeat the steps before its checkpoint."""
         if self.metrics is not None:
             self.metrics.sync()
 

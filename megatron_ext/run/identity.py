@@ -89,12 +89,17 @@ def open_scores(config: Config, vocab_size: int, end: int) -> ScoreStore | None:
         return ScoreStore(Path(path), "r")
     identity: dict[str, Any] = row_identity(config, vocab_size)
     store = ScoreStore.open(path, first=config.data.first_sample, rows=end, **identity)
-    score, length = config.weighting.weight_score, config.data.seq_length
-    if (score == "rho1") != (store.identity.short_context >= length):
-        needs = f"whole rows, --context {length}" if score == "rho1" else f"a --context below seq_length {length}"
+    length = config.data.seq_length
+    needs = None
+    if config.weighting.weight_score == "rho1":
+        if store.identity.short_context < length:
+            needs = f"whole rows, --context {length}"
+    elif store.identity.short_context >= length:
+        needs = f"a --context below seq_length {length}"
+    if needs is not None:
         raise UserError(
             f"score store {path}: its losses are in a context of {store.identity.short_context}, but weight_score "
-            f"{score} needs {needs}; score again"
+            f"{config.weighting.weight_score} needs {needs}; score again"
         )
     return store
 

@@ -173,6 +173,20 @@ def test_rows_from_a_first_sample_on(
     assert_close(score("parts", model, *SHORT, "--rows", 5, "--micro-batch-size", 1, "--part", "0/2"), whole[:5])
 
 
+def test_a_store_fits_the_score_that_reads_it(
+    alone: Commands, small_data: SmallData, score: Score, models: Models, tmp_path: Path
+) -> None:
+    """The scores of long context need losses in a shorter one, rho1 those of whole rows."""
+    frozen = [*RUN, *small_data.flags, "--token-weighting", "frozen", "--dry-run", "--score-store"]
+    rho1 = ["--weight-score", "rho1", "--weight-post", "sparse"]
+    for context, fitting, other in ((24, [], rho1), (LENGTH, rho1, [])):
+        store = tmp_path / str(context)
+        score(store.name, models("llama"), "--context", context)
+        alone.run(TRAIN, *frozen, store, *fitting)
+        (done,) = alone.attempt(TRAIN, *frozen, store, *other)
+        assert f"its losses are in a context of {context}, but weight_score " in done.stderr
+
+
 def test_a_run_scores_as_its_export(score: Score, trained: Trained) -> None:
     """A run folder, its checkpoint under another layout, and the Hugging Face folder of the same weights."""
     exported = score("exported", trained.final, *SHORT)

@@ -64,8 +64,8 @@ def warn_of_other_ids(ours: Tokenizer) -> None:
     difference = _difference(ours.file.parent, ours)
     if difference is not None:
         logger.warning(
-            "tokenizer: transformers' AutoTokenizer gives %s; the data set has the ids of %s, so a model that was "
-            "trained with AutoTokenizer's reads texts that it does not know",
+            "tokenizer: transformers' AutoTokenizer gives %s; the data set has the ids of %s. If the model was trained "
+            "with AutoTokenizer's ids, give a tokenizer.json that has the same",
             *(difference, ours.file),
         )
 
